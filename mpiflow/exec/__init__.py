@@ -1,0 +1,1 @@
+"""One rank executes its slice of a plan."""

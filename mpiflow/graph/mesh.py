@@ -1,0 +1,75 @@
+"""The ranks of a job arranged on named axes, outermost (slowest link) first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from mpiflow.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks 0..size-1 in row-major order over `axes`, pairs of name and size."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        return prod(self.sizes)
+
+    def index(self, axis: str) -> int:
+        """The position of an axis; axis 0 is the outermost."""
+        return self.names.index(axis)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Where a rank stands on each axis."""
+        where = []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            where.append(index)
+        return tuple(reversed(where))
+
+    def rank(self, coordinates: tuple[int, ...]) -> int:
+        """The rank at the given coordinates."""
+        rank = 0
+        for size, index in zip(self.sizes, coordinates, strict=True):
+            rank = rank * size + index
+        return rank
+
+    def group(self, axis: int, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on one axis only, in order along it."""
+        where = list(self.coordinates(rank))
+        members = []
+        for index in range(self.sizes[axis]):
+            where[axis] = index
+            members.append(self.rank(tuple(where)))
+        return tuple(members)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def parse_mesh(text: str, ranks: int | None = None) -> Mesh:
+    """The mesh that `data=2,model=4` names; its size must be `ranks` where that is given."""
+    axes: list[tuple[str, int]] = []
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        name = name.strip()
+        if not name.isidentifier() or not size.strip().isdecimal() or int(size) < 1:
+            raise UsageError(f"mesh {text!r}: {part!r} is not NAME=SIZE; write data=2,model=4")
+        if name in dict(axes):
+            raise UsageError(f"mesh {text!r}: axis {name!r} occurs twice")
+        axes.append((name, int(size)))
+    mesh = Mesh(tuple(axes))
+    if ranks is not None and mesh.size != ranks:
+        raise UsageError(f"mesh {text!r} has {mesh.size} ranks, --ranks says {ranks}")
+    return mesh

@@ -1,0 +1,1 @@
+"""Data sets and checkpoints in HDF5."""

@@ -1,0 +1,205 @@
+"""The records that make up a plan. Plain data: names, numbers and tuples of them.
+
+    Plan ── variables: Variable       what persists over steps
+         ├─ data: DataSet             what is read, and in which order
+         ├─ settings: Settings        how long, when to save and evaluate
+         └─ programs: Program         initialise, train, evaluate, evaluate_tail, save
+              ├─ registers: Register  memory between a producing task and its consumers
+              ├─ tasks: Task          compute, collective, read, write
+              ├─ order                the tasks of each stream, as they fire
+              └─ outputs: Output      the scalars that a step gives
+
+Shapes are logical (of the whole job); what one rank holds of them follows from layout, mesh and
+rank (`plan.slice`), so a plan does not grow with the number of ranks. Offsets and `nbytes` are
+those of the largest shard, which is always the one at coordinate 0 of every axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.sbp import Layout
+
+FORMAT = 1
+
+COMPUTE, READ, WRITE = "compute", "read", "write"
+
+
+def communication_stream(axis: str) -> str:
+    """The stream of the communicators along one mesh axis."""
+    return f"comm.{axis}"
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Memory of one tensor: `slots` buffers of `nbytes` each, side by side from `offset`.
+
+    `aliases` names the register or variable whose memory this one shares on purpose.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    offset: int
+    nbytes: int
+    slots: int = 1
+    aliases: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable(Register):
+    """A register that persists over steps and programs, and is saved in checkpoints."""
+
+    trainable: bool = True
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A unit of work on one stream.
+
+    `kind` is compute, collective, read or write. `op` is the op's name, or the collective:
+    all_reduce, all_gather, reduce_scatter, all_to_all. `inputs` and `outputs` name registers and
+    variables. `after` names tasks of the same program that must be done first though no register
+    says so (a variable is overwritten after its last reader). `workspace` is (offset, bytes).
+    `nbytes` is the memory that a compute task touches, or the largest payload that a rank sends.
+    `where` is the line of the user's program. `seconds` is predicted.
+    """
+
+    name: str
+    kind: str
+    stream: str
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    attributes: dict[str, Any] = field(default_factory=dict)
+    axis: str = ""
+    after: tuple[str, ...] = ()
+    workspace: tuple[int, int] = (0, 0)
+    flops: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A scalar that a program gives: the mean over rows, or a total, of the whole batch."""
+
+    name: str
+    register: str
+    total: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The tasks of one kind of step, with the order in which each stream fires them."""
+
+    name: str
+    rows: int
+    registers: tuple[Register, ...]
+    tasks: tuple[Task, ...]
+    order: tuple[tuple[str, tuple[int, ...]], ...]
+    outputs: tuple[Output, ...] = ()
+    seconds: float = 0.0
+    data: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a data set: the shape and dtype of a row."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file: its path relative to the data folder, its rows, and rows per chunk."""
+
+    name: str
+    rows: int
+    chunk_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """Files with the same fields, and the order in which their rows are used.
+
+    `lanes` and `window` (in chunks) decide the shuffled order and never depend on the ranks.
+    `fingerprint` is empty where the fields were only declared.
+    """
+
+    name: str
+    pattern: str
+    fields: tuple[Field, ...]
+    shards: tuple[Shard, ...]
+    rows: int
+    batch: int
+    shuffle: bool
+    seed: int
+    lanes: int
+    window: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How long a run is, when it saves, evaluates and stops. Zero and empty mean never.
+
+    `best` is a metric (`evaluate.accuracy`) whose best checkpoint is kept; `mode` is min or max.
+    `patience` is how many evaluations without a better one end the run.
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    save_steps: int = 0
+    save_epochs: int = 0
+    save_minutes: float = 0.0
+    keep: int = 2
+    evaluate_steps: int = 0
+    evaluate_epochs: int = 1
+    best: str = ""
+    mode: str = "max"
+    patience: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that any rank has to do. A value: the same job gives the same plan.
+
+    `identity` says what is computed, by section (model, optimizer, data, batch, seed, numerics);
+    its hash is the program digest, which no rank count, mesh, machine or device changes.
+    `arenas` gives the bytes of each arena; `process_bytes` the predicted memory of the process.
+    `notes` are remarks for the user.
+    """
+
+    job: str
+    version: str
+    numpy: str
+    mesh: Mesh
+    device: str
+    machine: str
+    numerics: str
+    seed: int
+    identity: tuple[tuple[str, str], ...]
+    variables: tuple[Variable, ...]
+    arenas: tuple[tuple[str, int], ...]
+    process_bytes: int
+    data: tuple[DataSet, ...]
+    settings: Settings
+    programs: tuple[Program, ...]
+    notes: tuple[str, ...] = ()
+    format: int = FORMAT
+
+    def program(self, name: str) -> Program | None:
+        """The program of that name, if the job has one."""
+        return next((p for p in self.programs if p.name == name), None)
+
+    def dataset(self, name: str) -> DataSet:
+        """The data set of that name."""
+        return next(d for d in self.data if d.name == name)
