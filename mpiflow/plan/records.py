@@ -203,3 +203,7 @@ class Plan:
     def dataset(self, name: str) -> DataSet:
         """The data set of that name."""
         return next(d for d in self.data if d.name == name)
+
+    def tensors(self, program: Program) -> dict[str, Register]:
+        """Variables and the registers of a program, by name; names are unique over both."""
+        return {r.name: r for r in (*self.variables, *program.registers)}

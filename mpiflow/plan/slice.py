@@ -1,0 +1,91 @@
+"""The plan seen from one rank: local shapes, spans and peers, all derived, nothing stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from mpiflow.graph import sbp
+from mpiflow.graph.mesh import Mesh
+from mpiflow.plan.records import Plan, Register, Task
+from mpiflow.plan.volume import sent_elements
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What `rank` holds and whom it talks to."""
+
+    mesh: Mesh
+    rank: int
+    coordinates: tuple[int, ...]
+
+    def box(self, register: Register) -> sbp.Box:
+        """(start, stop) of each dim of the shard of `register`."""
+        return sbp.shard_box(register.shape, register.layout, self.mesh.sizes, self.coordinates)
+
+    def shape(self, register: Register) -> tuple[int, ...]:
+        """The shape of the shard."""
+        return sbp.box_shape(self.box(register))
+
+    def members(self, axis: str) -> tuple[int, ...]:
+        """The ranks of this rank's group along an axis."""
+        return self.mesh.group(self.mesh.index(axis), self.rank)
+
+    def peer(self, axis: str, index: int) -> RankPlan:
+        """The member at `index` of this rank's group along `axis`."""
+        return slice_mesh(self.mesh, self.members(axis)[index])
+
+    def counts(self, task: Task, registers: dict[str, Register]) -> tuple[int, ...]:
+        """The element counts of a collective, as `volume.sent_elements` wants them."""
+        source, target = registers[task.inputs[0]], registers[task.outputs[0]]
+        size = self.mesh.sizes[self.mesh.index(task.axis)]
+        peers = [self.peer(task.axis, index) for index in range(size)]
+        match task.op:
+            case "all_reduce":
+                return (reduced_elements([registers[name] for name in task.inputs], self),)
+            case "all_gather":
+                return tuple(prod(peer.shape(source)) for peer in peers)
+            case "reduce_scatter":
+                return tuple(prod(peer.shape(target)) for peer in peers)
+            case _:
+                mine = self.box(source)
+                return tuple(_common(mine, peer.box(target)) for peer in peers)
+
+    def sent_bytes(self, task: Task, registers: dict[str, Register]) -> int:
+        """The payload that this rank sends in a collective."""
+        size = self.mesh.sizes[self.mesh.index(task.axis)]
+        index = self.coordinates[self.mesh.index(task.axis)]
+        elements = sent_elements(task.op, self.counts(task, registers), size, index)
+        return elements * itemsize(registers[task.inputs[0]].dtype)
+
+
+def reduced_elements(members: list[Register], rank: RankPlan) -> int:
+    """Elements of an all_reduce: the shard itself, or the whole region of a bucket of several."""
+    if len(members) == 1:
+        return prod(rank.shape(members[0]))
+    return sum(register.nbytes for register in members) // itemsize(members[0].dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; a bool takes one."""
+    return _ITEMSIZE[dtype]
+
+
+_ITEMSIZE = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4,
+    "int64": 8, "uint64": 8, "float16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
+
+
+def _common(a: sbp.Box, b: sbp.Box) -> int:
+    return prod(max(0, min(x[1], y[1]) - max(x[0], y[0])) for x, y in zip(a, b, strict=True))
+
+
+def slice_mesh(mesh: Mesh, rank: int) -> RankPlan:
+    """The view of `rank` on any plan over `mesh`."""
+    return RankPlan(mesh, rank, mesh.coordinates(rank))
+
+
+def slice_plan(plan: Plan, rank: int) -> RankPlan:
+    """The view of `rank` on `plan`."""
+    return slice_mesh(plan.mesh, rank)
