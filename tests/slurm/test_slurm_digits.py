@@ -1,0 +1,98 @@
+"""The batch scripts train the digits job on a real Slurm, and their exit codes are true."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SINGLE, MULTI = ROOT / "slurm/single-node.sbatch", ROOT / "slurm/multi-node.sbatch"
+TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the packed digits and a plan each for 2 and for 4 ranks."""
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("digits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pack_digits.py", "--out", str(folder / "digits")])
+        runpy.run_path(str(ROOT / "examples/pack_digits.py"), run_name="__main__")
+    for ranks in (2, 4):
+        command = ["plan", str(ROOT / "examples/digits.py"), "--ranks", str(ranks)]
+        subprocess.run(
+            [sys.executable, "-m", "mpiflow", *command, "-o", f"{ranks}.plan"],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            check=True,
+        )
+    return folder
+
+
+def submit(slurm, folder, script, *arguments, options=()):
+    return slurm.wait(slurm.sbatch(script, *arguments, options=options, cwd=folder))
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("script", "plan", "options"),
+    [(SINGLE, "2.plan", ()), (MULTI, "4.plan", TWO_BY_TWO)],
+    ids=["single-node", "multi-node"],
+)
+def test_a_script_trains_the_digits(script, plan, options, slurm, folder):
+    out = script.stem
+    arguments = (plan, "--out", out, "--steps", STEPS)
+    job = submit(slurm, folder, script, *arguments, options=options)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.output
+    rows = metrics_of(folder / out)
+    steps = [row["step"] for row in rows if "seconds" in row and "loss" in row]
+    assert len(steps) == STEPS
+    assert steps == sorted(set(steps))
+    evaluations = [row for row in rows if "evaluation" in row]
+    assert evaluations[-1]["rows"] == 360
+    assert evaluations[-1]["accuracy"] >= 0.9
+    assert rows[-1]["bytes_sent"] == rows[-1]["predicted"]["bytes_sent"] > 0
+
+
+@pytest.mark.ranks(4)
+def test_missing_data_fail_the_job(slurm, folder):
+    empty = folder / "empty"
+    empty.mkdir()
+    arguments = ("4.plan", "--data", empty, "--out", "missing")
+    job = submit(slurm, folder, MULTI, *arguments, options=TWO_BY_TWO)
+    assert (job.state, job.exit_code) == ("FAILED", 1), job.output
+    assert "train-*.h5" in job.output
+    assert not (folder / "missing/metrics.jsonl").exists()
+
+
+@pytest.mark.ranks(4)
+def test_srun_without_pmi_is_refused(slurm, folder, monkeypatch):
+    monkeypatch.setenv("MPIFLOW_SRUN_MPI", "none")
+    job = submit(slurm, folder, MULTI, "4.plan", "--out", "alone", options=TWO_BY_TWO)
+    assert (job.state, job.exit_code) == ("FAILED", 1), job.output
+    assert "--mpi" in job.output
+    assert not (folder / "alone/metrics.jsonl").exists()
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_for_another_number_of_ranks_is_refused(slurm, folder):
+    job = submit(slurm, folder, SINGLE, "4.plan", "--out", "other")
+    assert (job.state, job.exit_code) == ("FAILED", 1), job.output
+    assert not (folder / "other/metrics.jsonl").exists()
+
+
+def test_a_damaged_plan_ends_the_job_before_any_rank_starts(slurm, folder):
+    text = (folder / "2.plan").read_text()
+    (folder / "damaged.plan").write_text(text[: len(text) // 2])
+    job = submit(slurm, folder, SINGLE, "damaged.plan")
+    assert (job.state, job.exit_code) == ("FAILED", 1), job.output
+    assert "srun" not in job.output
