@@ -1,0 +1,54 @@
+# make demo    train on handwritten digits with two ranks, from a plan compiled beforehand
+# make test    the checks below, then every test that this machine can run
+# make check   ruff and mypy
+# make clean   remove what these made, .venv included
+#
+# Nothing is needed but make and Python 3.11 or later; PYTHON= names it, VENV= where to install.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# mpiexec finds its own helpers, and the tests find mpiexec; each rank has one BLAS thread.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export OMP_NUM_THREADS = 1
+export OPENBLAS_NUM_THREADS = 1
+
+.PHONY: demo test check clean
+.DELETE_ON_ERROR:
+
+demo: digits/.packed
+	$(BIN)/mpiflow plan examples/digits.py --ranks 2 -o run/digits.plan
+	$(BIN)/mpiexec -n 2 $(BIN)/mpiflow run run/digits.plan --fresh
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) digits run/digits run/digits.* build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+digits/.packed: examples/pack_digits.py | $(VENV)/.installed
+	$(BIN)/python examples/pack_digits.py
+	touch $@
+
+# The files that end a recipe are stamps: what they stand for was finished.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PIP) install --editable '.[mpi,examples]'
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(PIP) install --editable '.[mpi,examples,dev]'
+	touch $(VENV)/.installed $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "mpiflow needs Python 3.11 or later: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
