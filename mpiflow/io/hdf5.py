@@ -10,8 +10,12 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpiflow.errors import DataError, MpiflowError
 
@@ -119,3 +123,138 @@ def array_datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
 
     file.visititems(visit)
     return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How one dataset lies in its file. `shape` is that of a row; `dtype` keeps the byte order.
+
+    `layout` is contiguous, chunked, compact, virtual or external. `by_offset` says that whole
+    chunks (or any rows of a contiguous dataset) can be read without the HDF5 library.
+    `nbytes` is what is stored; zero where nothing was ever written.
+    """
+
+    name: str
+    rows: int
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    chunk: tuple[int, ...]
+    filters: tuple[str, ...]
+    by_offset: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Where the chunks of a dataset lie: byte offset (-1: never written), size, skipped filters."""
+
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    masks: NDArray[np.uint32]
+
+
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset",
+            32000: "lzf"}  # fmt: skip
+_OUR_FILTERS = {"gzip", "shuffle"}
+
+
+def numeric(dataset: h5py.Dataset) -> bool:
+    """Whether a dataset holds rows of plain numbers or truth values."""
+    try:
+        dtype = dataset.dtype
+    except TypeError:
+        return False
+    return dataset.ndim > 0 and dtype.kind in "biuf" and dtype.itemsize <= 8
+
+
+def stored(name: str, dataset: h5py.Dataset) -> Stored:
+    """How a numeric dataset lies in its file."""
+    h5py = library()
+    layout = _layout(dataset)
+    chunk = dataset.chunks or ()
+    filters = _filters(dataset)
+    plain = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
+    by_offset = plain and dataset.file.userblock_size == 0
+    if layout == "chunked":
+        by_offset = by_offset and set(filters) <= _OUR_FILTERS and chunk[1:] == dataset.shape[1:]
+    else:
+        by_offset = by_offset and layout == "contiguous" and dataset.id.get_offset() is not None
+    return Stored(
+        name, int(dataset.shape[0]), tuple(map(int, dataset.shape[1:])), dataset.dtype.str, layout,
+        tuple(map(int, chunk)), filters, by_offset, int(dataset.id.get_storage_size()),
+    )  # fmt: skip
+
+
+def _layout(dataset: h5py.Dataset) -> str:
+    h5d = library().h5d
+    properties = dataset.id.get_create_plist()
+    if properties.get_external_count():
+        return "external"
+    return {h5d.CONTIGUOUS: "contiguous", h5d.CHUNKED: "chunked", h5d.COMPACT: "compact"}.get(
+        properties.get_layout(), "virtual"
+    )
+
+
+def _filters(dataset: h5py.Dataset) -> tuple[str, ...]:
+    """The filters of a dataset in the order in which they were applied."""
+    properties = dataset.id.get_create_plist()
+    codes = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
+    return tuple(_FILTERS.get(code, f"filter {code}") for code in codes)
+
+
+def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
+    """Where each chunk of a dataset lies, whose chunks hold whole rows; one where contiguous."""
+    if dataset.chunks is None:
+        return ChunkTable(
+            np.array([dataset.id.get_offset()], np.int64),
+            np.array([dataset.id.get_storage_size()], np.int64),
+            np.zeros(1, np.uint32),
+        )
+    count = -(-dataset.shape[0] // dataset.chunks[0])
+    table = ChunkTable(
+        np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32)
+    )
+
+    def note(info: Any) -> None:
+        index = info.chunk_offset[0] // dataset.chunks[0]
+        table.offsets[index], table.sizes[index] = info.byte_offset, info.size
+        table.masks[index] = info.filter_mask
+
+    if hasattr(dataset.id, "chunk_iter"):
+        dataset.id.chunk_iter(note)
+    else:  # h5py built with an HDF5 older than 1.12.3
+        for index in range(dataset.id.get_num_chunks()):
+            note(dataset.id.get_chunk_info(index))
+    return table
+
+
+def stored_sample(dataset: h5py.Dataset, kind: Stored, nbytes: int) -> bytes:
+    """Some of the content: up to `nbytes` as stored, of the first, middle and last chunk or row.
+
+    Rows are read through the library where they do not lie by offset.
+    """
+    if not kind.rows:
+        return b""
+    places = sorted({0, kind.rows // 2, kind.rows - 1})
+    if kind.layout != "chunked" or not kind.by_offset:
+        return b"".join(dataset[row].tobytes()[:nbytes] for row in places)
+    pieces = []
+    with open(dataset.file.filename, "rb") as file:
+        for row in places:
+            start = row // kind.chunk[0] * kind.chunk[0]
+            info = dataset.id.get_chunk_info_by_coord((start, *[0] * len(kind.shape)))
+            if info.byte_offset is not None:
+                file.seek(info.byte_offset)
+                pieces.append(file.read(min(info.size, nbytes)))
+    return b"".join(pieces)
+
+
+def store_contiguous(
+    file: h5py.File, name: str, array: np.ndarray, attributes: dict[str, Any]
+) -> int:
+    """Write `array` as an unchunked dataset; gives the byte of the file where it begins."""
+    dataset = file.create_dataset(name, data=array)
+    for key, value in attributes.items():
+        dataset.attrs[key] = value
+    return int(dataset.id.get_offset())
