@@ -16,14 +16,17 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the axes."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The sizes of the axes."""
         return tuple(size for _, size in self.axes)
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return prod(self.sizes)
 
     def index(self, axis: str) -> int:

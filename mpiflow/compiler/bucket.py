@@ -1,0 +1,156 @@
+"""Step 11: one all_reduce for many small tensors, and reductions in place.
+
+Tensors of a bucket lie side by side in memory, so that a fused reduction copies nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from mpiflow.compiler.cost import collective_seconds
+from mpiflow.compiler.machine import Machine
+from mpiflow.graph.mesh import Mesh
+from mpiflow.plan.records import Program, Register, Task
+
+_SMALLEST, _LARGEST = 256 << 10, 25 << 20
+
+
+@dataclass
+class _Bucket:
+    key: tuple[str, str, str]
+    tasks: list[Task] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def bucket(program: Program, mesh: Mesh, machine: Machine) -> Program:
+    """Fuse all_reduces that can wait for one another, and let outputs share their inputs' memory."""
+    registers = {r.name: r for r in program.registers}
+    candidates = [t for t in program.tasks if t.op == "all_reduce" and _sole(program, t)]
+    for task in candidates:
+        registers[task.outputs[0]] = replace(registers[task.outputs[0]], aliases=task.inputs[0])
+    limit = bucket_bytes(program, candidates, registers, machine, mesh)
+    before = _ancestors(program)
+    buckets: list[_Bucket] = []
+    for task in candidates:
+        size = registers[task.inputs[0]].nbytes
+        if size:
+            _put(task, size, registers, limit, before, buckets)
+    merged = {t.name: b for b in buckets if len(b.tasks) > 1 for t in b.tasks}
+    tasks: list[Task] = []
+    for task in program.tasks:
+        group = merged.get(task.name)
+        if group is None:
+            tasks.append(task)
+        elif task is group.tasks[-1]:
+            tasks.append(_fused(group, mesh, machine))
+    renamed = {name: _bucket_name(b) for name, b in merged.items()}
+    tasks = [
+        replace(t, after=tuple(dict.fromkeys(renamed.get(n, n) for n in t.after))) for t in tasks
+    ]
+    return replace(program, registers=tuple(registers.values()), tasks=tuple(_sorted(tasks)))
+
+
+def bucket_bytes(
+    program: Program,
+    reductions: list[Task],
+    registers: dict[str, Register],
+    machine: Machine,
+    mesh: Mesh,
+) -> int:
+    """The size at which waiting for more costs as much as another message.
+
+    With G bytes to reduce beside T seconds of compute, a message costing a + b n: if compute
+    hides it all, the smallest n with (G/n) a + G b <= T; else n = G sqrt(a / T).
+    """
+    total = sum(registers[t.inputs[0]].nbytes for t in reductions)
+    compute = sum(t.seconds for t in program.tasks if t.kind == "compute")
+    if not total or not compute:
+        return _SMALLEST
+    members = max(mesh.sizes)
+    fixed = collective_seconds(machine, "all_reduce", 0, members)
+    moving = collective_seconds(machine, "all_reduce", total, members) - fixed
+    if compute > moving:
+        size = total * fixed / (compute - moving)
+    else:
+        size = total * (fixed / compute) ** 0.5
+    return int(min(max(size, _SMALLEST), _LARGEST))
+
+
+def _sole(program: Program, task: Task) -> bool:
+    """Whether the reduction is the only reader of its input, so that it may be done in place."""
+    readers = sum(task.inputs[0] in t.inputs for t in program.tasks)
+    return readers == 1
+
+
+def _put(
+    task: Task,
+    size: int,
+    registers: dict[str, Register],
+    limit: int,
+    before: dict[str, int],
+    buckets: list[_Bucket],
+) -> None:
+    """Add to the newest bucket of the same kind, unless that one is full or must come first."""
+    key = (task.axis, task.attributes["reduce"], registers[task.inputs[0]].dtype)
+    open_one = next((b for b in reversed(buckets) if b.key == key), None)
+    if open_one is None or open_one.nbytes + size > limit or _depends(task, buckets, before):
+        open_one = _Bucket(key)
+        buckets.append(open_one)
+    open_one.tasks.append(task)
+    open_one.nbytes += size
+
+
+def _depends(task: Task, buckets: list[_Bucket], before: dict[str, int]) -> bool:
+    """Whether the task needs a result of any bucket: fusing across it could make a circle."""
+    return any(before[task.name] & before[f"\0{t.name}"] for b in buckets for t in b.tasks)
+
+
+def _ancestors(program: Program) -> dict[str, int]:
+    """Per task the bits of all tasks before it; under "\\0name" the task's own bit."""
+    producer = {name: t.name for t in program.tasks for name in t.outputs}
+    found: dict[str, int] = {}
+    for i, task in enumerate(program.tasks):
+        found[f"\0{task.name}"] = 1 << i
+        bits = 0
+        for name in (*(producer.get(r, "") for r in task.inputs), *task.after):
+            if name in found and name != task.name:
+                bits |= found[name] | found[f"\0{name}"]
+        found[task.name] = bits
+    return found
+
+
+def _bucket_name(group: _Bucket) -> str:
+    return f"all_reduce {len(group.tasks)} of {group.tasks[0].name}"
+
+
+def _fused(group: _Bucket, mesh: Mesh, machine: Machine) -> Task:
+    first = group.tasks[0]
+    members = mesh.sizes[mesh.index(first.axis)]
+    return replace(
+        first,
+        name=_bucket_name(group),
+        inputs=tuple(t.inputs[0] for t in group.tasks),
+        outputs=tuple(t.outputs[0] for t in group.tasks),
+        seconds=collective_seconds(machine, "all_reduce", group.nbytes, members),
+        where=group.tasks[-1].where,
+    )
+
+
+def _sorted(tasks: list[Task]) -> list[Task]:
+    """In topological order again, otherwise as they stood."""
+    producer = {name: t.name for t in tasks for name in t.outputs}
+    waiting = list(tasks)
+    done: set[str] = set()
+    ordered: list[Task] = []
+    while waiting:
+        rest = []
+        for task in waiting:
+            needs = {producer[name] for name in task.inputs if name in producer} | {*task.after}
+            if needs - {task.name} <= done:
+                ordered.append(task)
+                done.add(task.name)
+            else:
+                rest.append(task)
+        assert len(rest) < len(waiting), "buckets made a circle"
+        waiting = rest
+    return ordered

@@ -1,0 +1,27 @@
+"""Step 3: add the backward pass and the optimizer's updates to the training graph."""
+
+from __future__ import annotations
+
+from mpiflow.errors import JobError
+from mpiflow.graph.grad import gradients
+from mpiflow.graph.graph import Graph, building
+from mpiflow.optim import Optimizer
+
+
+def differentiate(graph: Graph, optimizer: Optimizer) -> tuple[str, ...]:
+    """Extend `graph`; gives remarks, such as on variables that the loss does not depend on."""
+    trainable = [v for v in graph.variables.values() if v.trainable]
+    if not trainable:
+        raise JobError("the model has no trainable variable, so there is nothing to train")
+    idle = []
+    with building(graph):
+        found = gradients(graph, graph.outputs["loss"], [v.tensor for v in trainable])
+        for variable, gradient in zip(trainable, found, strict=True):
+            if gradient is None:
+                idle.append(variable.name)
+                continue
+            with graph.scope("update", variable.tensor.where), graph.scope(variable.name):
+                optimizer.update(graph, variable, gradient)
+    if len(idle) == len(trainable):
+        raise JobError("the loss depends on no trainable variable, so there is nothing to train")
+    return tuple(f"the loss does not depend on variable {name}; it stays" for name in idle)

@@ -1,0 +1,333 @@
+"""Step 9: from placed nodes to the tasks and registers of a program, conversions included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from mpiflow.compiler import boxing
+from mpiflow.compiler.boxing import Hop, local_shape
+from mpiflow.compiler.cost import compute_bytes, compute_seconds, op_seconds, read_seconds
+from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.signature import Choice, Placed
+from mpiflow.graph.graph import Graph, Node
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.op import REGISTRY, Op
+from mpiflow.graph.sbp import B, Layout, S, layout_text
+from mpiflow.graph.tensor import Tensor
+from mpiflow.plan.records import (
+    COMPUTE,
+    READ,
+    WRITE,
+    Output,
+    Program,
+    Register,
+    Task,
+    Variable,
+    communication_stream,
+)
+from mpiflow.plan.slice import itemsize
+
+PREFETCH = 2
+"""Slots of a read register: one in use, one being filled."""
+
+
+@dataclass
+class Builder:
+    """Collects the registers and tasks of one program."""
+
+    mesh: Mesh
+    machine: Machine
+    registers: dict[str, Register] = field(default_factory=dict)
+    tasks: list[Task] = field(default_factory=list)
+
+    def register(
+        self, name: str, shape: tuple[int, ...], dtype: str, layout: Layout, **more: Any
+    ) -> Register:
+        """A new register; its offset is set by the memory step."""
+        nbytes = prod(local_shape(shape, layout, self.mesh)) * itemsize(dtype)
+        made = Register(name, shape, dtype, layout, 0, nbytes, **more)
+        self.registers[name] = made
+        return made
+
+    def compute(
+        self, name: str, op: Op, inputs: list[Register], outputs: list[Register], where: str
+    ) -> None:
+        """A compute task, priced on its largest shard."""
+        shapes = [local_shape(r.shape, r.layout, self.mesh) for r in (*inputs, *outputs)]
+        ins, outs = tuple(shapes[: len(inputs)]), tuple(shapes[len(inputs) :])
+        dtypes = tuple(r.dtype for r in (*inputs, *outputs))
+        self.tasks.append(
+            Task(
+                name,
+                "compute",
+                COMPUTE,
+                op.name,
+                inputs=tuple(r.name for r in inputs),
+                outputs=tuple(r.name for r in outputs),
+                attributes=op.attributes(),
+                workspace=(0, op.workspace(ins, outs, dtypes[len(inputs)])),
+                flops=op.flops(ins, outs),
+                nbytes=compute_bytes(ins + outs, dtypes),
+                seconds=op_seconds(self.machine, op, ins, outs, dtypes),
+                where=where,
+            )
+        )
+
+    def convert(self, source: Register, target: Layout, where: str) -> Register:
+        """The register that holds `source` in another layout; consumers share it."""
+        current = source
+        hops = boxing.path(
+            source.layout, target, source.shape, source.dtype, self.mesh, self.machine
+        )
+        base = source.name
+        for hop in hops:
+            name = f"{base}>{layout_text(hop.target).replace(' ', '')}"
+            if name not in self.registers:
+                self._hop(hop, current, name, where)
+            current = self.registers[name]
+        return current
+
+    def _hop(self, hop: Hop, source: Register, name: str, where: str) -> None:
+        made = self.register(name, source.shape, source.dtype, hop.target)
+        axis = self.mesh.names[hop.axis]
+        if hop.kind in boxing.LOCAL:
+            op = REGISTRY[boxing.LOCAL[hop.kind]]()
+            self.compute(name, op, [source], [made], where)
+            self.tasks[-1] = replace(self.tasks[-1], axis=axis)
+            return
+        self.tasks.append(
+            Task(
+                name,
+                "collective",
+                communication_stream(axis),
+                hop.kind,
+                inputs=(source.name,),
+                outputs=(name,),
+                attributes=_describe(hop),
+                axis=axis,
+                workspace=(0, _staging(hop, source, made)),
+                seconds=hop.seconds,
+                where=where,
+            )
+        )
+
+
+def _describe(hop: Hop) -> dict[str, Any]:
+    source, target = hop.source[hop.axis], hop.target[hop.axis]
+    match hop.kind:
+        case "all_gather":
+            return {"dim": source.dim}  # type: ignore[union-attr]
+        case "all_to_all":
+            return {"source": source.dim, "target": target.dim}  # type: ignore[union-attr]
+        case "reduce_scatter":
+            return {"dim": target.dim, "reduce": source.reduce}  # type: ignore[union-attr]
+    return {"reduce": source.reduce}  # type: ignore[union-attr]
+
+
+def _staging(hop: Hop, source: Register, target: Register) -> int:
+    """Bytes to pack what leaves and unpack what comes, where shards are not contiguous."""
+    attributes = _describe(hop)
+    match hop.kind:
+        case "all_gather":
+            return target.nbytes if attributes["dim"] else 0
+        case "reduce_scatter":
+            return source.nbytes if attributes["dim"] else 0
+        case "all_to_all":
+            return source.nbytes + target.nbytes
+    return 0
+
+
+def lower(
+    placed: Placed,
+    variables: dict[str, Variable],
+    mesh: Mesh,
+    machine: Machine,
+    *,
+    data: str,
+    rows: int,
+) -> Program:
+    """The tasks of a traced graph: read, compute, convert, update."""
+    return _Lowering(placed, variables, mesh, machine).program(data, rows)
+
+
+class _Lowering:
+    def __init__(
+        self, placed: Placed, variables: dict[str, Variable], mesh: Mesh, machine: Machine
+    ) -> None:
+        self.placed, self.graph, self.variables = placed, placed.graph, variables
+        self.build = Builder(mesh, machine)
+        self.value: dict[Tensor, Register] = {}
+        self.assigned = {value: name for name, value in self.graph.assigns.items()}
+        self.uses: dict[Tensor, int] = {}
+        for node, _ in placed.nodes:
+            for tensor in node.inputs:
+                self.uses[tensor] = self.uses.get(tensor, 0) + 1
+
+    def program(self, data: str, rows: int) -> Program:
+        self._read(data)
+        for name, variable in self.graph.variables.items():
+            self.value[variable.tensor] = self.variables[name]
+        for node, choice in self.placed.nodes:
+            self._node(node, choice)
+        self._copy_assigned()
+        outputs = tuple(self._output(name, t) for name, t in self.graph.outputs.items())
+        tasks = _order_updates(self.build.tasks, set(self.variables))
+        registers = tuple(self.build.registers.values())
+        return Program(self.graph.name, rows, registers, tasks, (), outputs, 0.0, data)
+
+    def _read(self, data: str) -> None:
+        registers = []
+        for tensor in self.graph.inputs.values():
+            layout = self.placed.sources[tensor]
+            made = self.build.register(
+                tensor.name, tensor.shape, tensor.dtype, layout, slots=PREFETCH
+            )
+            self.value[tensor] = made
+            registers.append(made)
+        if not registers:
+            return
+        nbytes = sum(r.nbytes for r in registers)
+        attributes: dict[str, Any] = {"data": data, "fields": list(self.graph.inputs)}
+        limits = index_limits(self.graph)
+        if limits:
+            attributes["limits"] = limits
+        self.build.tasks.append(
+            Task(
+                f"read {data}",
+                "read",
+                READ,
+                "read",
+                outputs=tuple(r.name for r in registers),
+                attributes=attributes,
+                nbytes=nbytes,
+                seconds=read_seconds(self.build.machine, nbytes),
+            )
+        )
+
+    def _node(self, node: Node, choice: Choice) -> None:
+        inputs = [
+            self.build.convert(self.value[t], layout, node.where)
+            for t, layout in zip(node.inputs, choice.inputs, strict=True)
+        ]
+        outputs = []
+        for i, (tensor, layout) in enumerate(zip(node.outputs, choice.outputs, strict=True)):
+            made = self._update_target(node, i, inputs, layout)
+            if made is None:
+                made = self.build.register(tensor.name, tensor.shape, tensor.dtype, layout)
+            self.value[tensor] = made
+            outputs.append(made)
+        self.build.compute(node.name, node.op, inputs, outputs, node.where)
+
+    def _update_target(
+        self, node: Node, output: int, inputs: list[Register], layout: Layout
+    ) -> Variable | None:
+        """The variable itself, where the op may update it in place and nothing else reads it."""
+        tensor = node.outputs[output]
+        name = self.assigned.get(tensor)
+        if name is None or tensor in self.uses or tensor in self.graph.outputs.values():
+            return None
+        variable = self.variables[name]
+        in_place = any(j == output and inputs[i] is variable for i, j in node.op.inplace)
+        return variable if in_place and layout == variable.layout else None
+
+    def _copy_assigned(self) -> None:
+        """Values that could not be computed in place are copied once all readers are done."""
+        for name, tensor in self.graph.assigns.items():
+            variable, value = self.variables[name], self.value[tensor]
+            if value is not variable:
+                where = tensor.where
+                value = self.build.convert(value, variable.layout, where)
+                identity = REGISTRY["Identity"]()
+                self.build.compute(f"assign {name}", identity, [value], [variable], where)
+
+    def _output(self, name: str, tensor: Tensor) -> Output:
+        everywhere = (B,) * len(self.build.mesh.axes)
+        register = self.build.convert(self.value[tensor], everywhere, tensor.where)
+        return Output(name, register.name, name in self.graph.totals)
+
+
+def _order_updates(tasks: list[Task], variables: set[str]) -> tuple[Task, ...]:
+    """Let every task that overwrites a variable come after the tasks that read it."""
+    readers: dict[str, list[str]] = {}
+    for task in tasks:
+        for name in task.inputs:
+            if name in variables:
+                readers.setdefault(name, []).append(task.name)
+    ordered = []
+    for task in tasks:
+        after = [r for o in task.outputs for r in readers.get(o, ()) if r != task.name]
+        ordered.append(replace(task, after=tuple(dict.fromkeys(after))) if after else task)
+    return tuple(ordered)
+
+
+def index_limits(graph: Graph) -> dict[str, int]:
+    """Per input field that is used as an index: how many values are legal."""
+    fields = {tensor: name for name, tensor in graph.inputs.items()}
+    limits: dict[str, int] = {}
+    for node in graph.live():
+        for operand, of, dim in node.op.indexes:
+            tensor = node.inputs[operand]
+            while tensor not in fields and tensor.node is not None and _keeps_values(tensor.node):
+                tensor = tensor.node.inputs[0]
+            if tensor in fields:
+                size = (*node.inputs, *node.outputs)[of].shape[dim]
+                name = fields[tensor]
+                limits[name] = min(size, limits.get(name, size))
+    return limits
+
+
+def _keeps_values(node: Node) -> bool:
+    return node.op.name in ("Cast", "Identity", "StopGradient", "Reshape", "Permute")
+
+
+def lower_initialise(
+    graph: Graph, variables: dict[str, Variable], mesh: Mesh, machine: Machine
+) -> Program:
+    """The program that gives every variable its first value."""
+    build = Builder(mesh, machine)
+    for name, variable in graph.variables.items():
+        where = variable.tensor.where
+        build.compute(f"initialise {name}", variable.init, [], [variables[name]], where)
+    return Program("initialise", 0, (), tuple(build.tasks), ())
+
+
+def lower_save(variables: dict[str, Variable], mesh: Mesh, machine: Machine) -> Program:
+    """The program that hands every variable to the checkpoint.
+
+    Each rank copies its own part of what it holds to staging memory, which the write stream then
+    stores beside the next steps.
+    """
+    build = Builder(mesh, machine)
+    for name, variable in variables.items():
+        staged = build.register(
+            f"save/{name}", variable.shape, variable.dtype, _divided(variable, mesh)
+        )
+        build.compute(f"stage {name}", REGISTRY["Slice"](), [variable], [staged], variable.where)
+        build.tasks.append(
+            Task(
+                f"write {name}",
+                "write",
+                WRITE,
+                "write",
+                inputs=(staged.name,),
+                attributes={"variable": name},
+                nbytes=staged.nbytes,
+                seconds=compute_seconds(machine, 0, staged.nbytes, variable.dtype)
+                + staged.nbytes / machine.storage,
+                where=variable.where,
+            )
+        )
+    return Program("save", 0, tuple(build.registers.values()), tuple(build.tasks), ())
+
+
+def _divided(variable: Variable, mesh: Mesh) -> Layout:
+    """The variable's layout with every B turned to S where the shards stay in one piece."""
+    layout = list(variable.layout)
+    for axis in reversed(range(len(layout))):
+        inner = {sbp.dim for sbp in layout[axis + 1 :] if isinstance(sbp, S)}
+        free = [dim for dim in range(len(variable.shape)) if dim not in inner]
+        if layout[axis] == B and free:
+            layout[axis] = S(max(free, key=lambda dim: variable.shape[dim]))
+    return tuple(layout)

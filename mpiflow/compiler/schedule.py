@@ -1,0 +1,57 @@
+"""Step 12: the order in which each stream fires its tasks.
+
+The plan's own semantics run on a virtual clock with the predicted costs: a task is ready when
+what it needs is done, and every free stream takes the ready task that stands first in the program.
+What each stream did is recorded, and that is the static order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+from mpiflow.plan.records import Program
+
+
+def schedule(program: Program) -> Program:
+    """The program with the order of every stream."""
+    tasks = program.tasks
+    index = {task.name: i for i, task in enumerate(tasks)}
+    producer = {name: i for i, task in enumerate(tasks) for name in task.outputs}
+    needs: list[set[int]] = []
+    for i, task in enumerate(tasks):
+        sources = {producer[n] for n in task.inputs if n in producer and n not in task.outputs}
+        needs.append((sources | {index[name] for name in task.after}) - {i})
+    followers: list[list[int]] = [[] for _ in tasks]
+    for i, sources in enumerate(needs):
+        for source in sorted(sources):
+            followers[source].append(i)
+
+    streams = list(dict.fromkeys(task.stream for task in tasks))
+    ready: dict[str, list[int]] = {stream: [] for stream in streams}
+    order: dict[str, list[int]] = {stream: [] for stream in streams}
+    missing = [len(sources) for sources in needs]
+    for i, count in enumerate(missing):
+        if not count:
+            heapq.heappush(ready[tasks[i].stream], i)
+    running: list[tuple[float, int]] = []
+    busy: set[str] = set()
+    now = 0.0
+    while True:
+        for stream in streams:
+            if ready[stream] and stream not in busy:
+                i = heapq.heappop(ready[stream])
+                busy.add(stream)
+                order[stream].append(i)
+                heapq.heappush(running, (now + tasks[i].seconds, i))
+        if not running:
+            break
+        now, done = heapq.heappop(running)
+        busy.remove(tasks[done].stream)
+        for follower in followers[done]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready[tasks[follower].stream], follower)
+    fired = sum(map(len, order.values()))
+    assert fired == len(tasks), f"{len(tasks) - fired} tasks of {program.name} never became ready"
+    return replace(program, order=tuple((s, tuple(o)) for s, o in order.items()))

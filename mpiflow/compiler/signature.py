@@ -1,0 +1,259 @@
+"""Step 7: choose the signature of every node and the layout of every variable, jointly.
+
+The choice minimises predicted seconds: kernels on their local shapes, plus the conversions
+between the layouts that producers give and consumers take. It is exact for this additive model.
+
+An axis named `data` splits the batch, and variables are replicated over it; any other axis is free:
+inputs are split by it or not, whichever is cheaper, and variables may be split by any dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from mpiflow.compiler import boxing
+from mpiflow.compiler.cost import op_seconds
+from mpiflow.compiler.elimination import Table, minimise
+from mpiflow.compiler.machine import Machine
+from mpiflow.errors import CompileError, SbpError
+from mpiflow.graph.graph import Graph, Hint, Node, Variable
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.sbp import B, Layout, S, Sbp
+from mpiflow.graph.tensor import Tensor
+
+DATA = "data"
+_EXPOSED = 0.3
+"""The share of a gradient's reduction that is expected not to hide behind the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The layouts of a node's inputs and outputs, or of a source's one output."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+    def __str__(self) -> str:
+        sides = (" , ".join(map(str, side)) for side in (self.inputs, self.outputs))
+        return " -> ".join(sides)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A graph with the layouts chosen for it."""
+
+    graph: Graph
+    nodes: tuple[tuple[Node, Choice], ...]
+    sources: dict[Tensor, Layout]
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [f"layouts of {self.graph.name}: {self.seconds:.3e} s predicted"]
+        lines += [f"  {t.name:40} {layout}" for t, layout in self.sources.items()]
+        lines += [f"  {node.name:40} {choice}" for node, choice in self.nodes]
+        return "\n".join(lines)
+
+
+def choose(
+    graph: Graph, mesh: Mesh, machine: Machine, variables: dict[str, Layout] | None = None
+) -> Placed:
+    """The cheapest layouts; `variables` fixes those that another program has chosen."""
+    free = [i for i, (name, size) in enumerate(mesh.axes) if name != DATA and size > 1]
+    best: Placed | None = None
+    for splits in product((False, True), repeat=len(free)):
+        batch = {i for i, name in enumerate(mesh.names) if name == DATA}
+        batch.update(i for i, split in zip(free, splits, strict=True) if split)
+        placed = _Solver(graph, mesh, machine, batch, variables).solve()
+        if best is None or placed.seconds < best.seconds:
+            best = placed
+    assert best is not None
+    return best
+
+
+class _Solver:
+    """Builds the tables of costs and solves them."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        machine: Machine,
+        batch: set[int],
+        variables: dict[str, Layout] | None,
+    ) -> None:
+        self.graph, self.mesh, self.machine = graph, mesh, machine
+        self.batch, self.fixed = batch, variables
+        self.live = graph.live()
+        self.domains: list[list[Choice]] = []
+        self.position: dict[Tensor, tuple[int, int]] = {}
+        self.pairs: dict[tuple[int, int], Table] = {}
+
+    def solve(self) -> Placed:
+        sources = [*self.graph.inputs.values(), *(v.tensor for v in self.graph.variables.values())]
+        for tensor in self.graph.inputs.values():
+            self._place((tensor,), self._input_domain(tensor))
+        for variable in self.graph.variables.values():
+            self._place((variable.tensor,), self._variable_domain(variable))
+        first = len(sources)
+        for node in self.live:
+            self._place(node.outputs, self._node_domain(node))
+        unary = [np.zeros(len(domain)) for domain in self.domains]
+        for index, node in enumerate(self.live, first):
+            unary[index] += [self._seconds(node, choice) for choice in self.domains[index]]
+            self._input_edges(index, node)
+        self._output_costs(unary)
+        self._assign_edges(unary)
+        chosen, seconds = minimise(unary, self.pairs)
+        picked = [domain[i] for domain, i in zip(self.domains, chosen, strict=True)]
+        return Placed(
+            self.graph,
+            tuple(zip(self.live, picked[first:], strict=True)),
+            {t: choice.outputs[0] for t, choice in zip(sources, picked, strict=False)},
+            seconds,
+        )
+
+    def _place(self, outputs: tuple[Tensor, ...], domain: list[Choice]) -> None:
+        for i, tensor in enumerate(outputs):
+            self.position[tensor] = (len(self.domains), i)
+        self.domains.append(domain)
+
+    def _input_domain(self, tensor: Tensor) -> list[Choice]:
+        hint = self.graph.hints.get(tensor.name)
+        layout: Layout = tuple(
+            S(0) if i in self.batch and size > 1 else B for i, size in enumerate(self.mesh.sizes)
+        )
+        if hint is not None:
+            layout = hinted(hint, self.mesh, tensor)
+        return [Choice((), (layout,))]
+
+    def _variable_domain(self, variable: Variable) -> list[Choice]:
+        tensor = variable.tensor
+        if self.fixed is not None:
+            if tensor.name not in self.fixed:
+                raise CompileError(
+                    f"{self.graph.name} uses variable {tensor.name}, which training does not have"
+                    f"\n  {tensor.where}"
+                )
+            return [Choice((), (self.fixed[tensor.name],))]
+        if variable.hint is not None:
+            return [Choice((), (hinted(variable.hint, self.mesh, tensor),))]
+        per_axis: list[list[Sbp]] = []
+        for name, size in self.mesh.axes:
+            splits = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
+            per_axis.append([B, *splits] if name != DATA and size > 1 else [B])
+        layouts = [layout for layout in product(*per_axis)]
+        return [
+            Choice((), (layout,))
+            for layout in layouts
+            if boxing.is_legal(layout, tensor.shape, self.mesh)
+        ]
+
+    def _node_domain(self, node: Node) -> list[Choice]:
+        signatures = node.op.signatures(
+            tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
+        )
+        per_axis = [signatures if size > 1 else signatures[:1] for size in self.mesh.sizes]
+        hint = self.graph.hints.get(node.outputs[0].name)
+        wanted = hinted(hint, self.mesh, node.outputs[0]) if hint is not None else None
+        domain = []
+        for combination in product(*per_axis):
+            choice = Choice(
+                tuple(
+                    tuple(signature.inputs[i] for signature in combination)
+                    for i in range(len(node.inputs))
+                ),
+                tuple(
+                    tuple(signature.outputs[i] for signature in combination)
+                    for i in range(len(node.outputs))
+                ),
+            )
+            if self._is_legal(node, choice) and (wanted is None or choice.outputs[0] == wanted):
+                domain.append(choice)
+        if not domain:
+            raise SbpError(
+                f"{node.name}: no signature of {node.op.name} gives the layout {wanted} that is"
+                f" hinted\n  {node.where}"
+            )
+        return domain
+
+    def _is_legal(self, node: Node, choice: Choice) -> bool:
+        pairs = zip((*node.inputs, *node.outputs), (*choice.inputs, *choice.outputs), strict=True)
+        return all(boxing.is_legal(layout, t.shape, self.mesh) for t, layout in pairs)
+
+    def _seconds(self, node: Node, choice: Choice) -> float:
+        inputs, outputs = (
+            tuple(
+                boxing.local_shape(t.shape, layout, self.mesh)
+                for t, layout in zip(tensors, layouts, strict=True)
+            )
+            for tensors, layouts in ((node.inputs, choice.inputs), (node.outputs, choice.outputs))
+        )
+        dtypes = tuple(t.dtype for t in (*node.inputs, *node.outputs))
+        return op_seconds(self.machine, node.op, inputs, outputs, dtypes)
+
+    def _convert(self, tensor: Tensor, source: Layout, target: Layout) -> float:
+        return boxing.seconds(source, target, tensor.shape, tensor.dtype, self.mesh, self.machine)
+
+    def _input_edges(self, index: int, node: Node) -> None:
+        updates = not set(node.outputs).isdisjoint(self.graph.assigns.values())
+        for i, tensor in enumerate(node.inputs):
+            producer, output = self.position[tensor]
+            table = np.array(
+                [
+                    [
+                        self._convert(tensor, a.outputs[output], b.inputs[i])
+                        for b in self.domains[index]
+                    ]
+                    for a in self.domains[producer]
+                ]
+            )
+            self._add_pair(producer, index, table * (_EXPOSED if updates else 1.0))
+
+    def _output_costs(self, unary: list[Table]) -> None:
+        everywhere = (B,) * len(self.mesh.axes)
+        for tensor in self.graph.outputs.values():
+            producer, output = self.position[tensor]
+            unary[producer] += [
+                self._convert(tensor, choice.outputs[output], everywhere)
+                for choice in self.domains[producer]
+            ]
+
+    def _assign_edges(self, unary: list[Table]) -> None:
+        for name, value in self.graph.assigns.items():
+            variable = self.position[self.graph.variables[name].tensor][0]
+            producer, output = self.position[value]
+            table = np.array(
+                [
+                    [
+                        self._convert(value, a.outputs[output], b.outputs[0])
+                        for b in self.domains[variable]
+                    ]
+                    for a in self.domains[producer]
+                ]
+            )
+            if producer == variable:
+                unary[producer] += table.diagonal()
+            else:
+                self._add_pair(producer, variable, table)
+
+    def _add_pair(self, a: int, b: int, table: Table) -> None:
+        key, table = ((a, b), table) if a < b else ((b, a), table.T)
+        self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
+
+
+def hinted(hint: Hint, mesh: Mesh, tensor: Tensor) -> Layout:
+    """The layout that a hint asks for: one SBP for every axis, or by axis name with B elsewhere.
+
+    An axis that this mesh does not have is passed over: one program serves all meshes.
+    """
+    if isinstance(hint, dict):
+        layout = tuple(hint.get(name, B) for name in mesh.names)
+    else:
+        layout = (hint,) * len(mesh.axes)
+    layout = tuple(sbp if size > 1 else B for sbp, size in zip(layout, mesh.sizes, strict=True))
+    if not boxing.is_legal(layout, tensor.shape, mesh):
+        raise SbpError(f"{tensor.name}: shape {tensor.shape} cannot be {hint}\n  {tensor.where}")
+    return layout

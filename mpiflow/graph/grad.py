@@ -1,0 +1,41 @@
+"""Reverse-mode differentiation: adds the backward nodes to the graph itself."""
+
+from __future__ import annotations
+
+from mpiflow.errors import GraphError
+from mpiflow.graph.graph import Graph
+from mpiflow.graph.tensor import Tensor, arithmetic, is_float
+
+
+def gradients(graph: Graph, loss: Tensor, wrt: list[Tensor]) -> list[Tensor | None]:
+    """The gradient of the scalar `loss` with respect to each tensor; None where it has none."""
+    if loss.shape or not is_float(loss.dtype):
+        raise GraphError(f"the loss must be a floating-point scalar, not {loss}\n  {loss.where}")
+    needed = _reaching(graph, wrt)
+    found: dict[Tensor, Tensor] = {}
+    with graph.scope("grad", loss.where):
+        found[loss] = arithmetic["fill"]((), 1.0, loss.dtype)
+    for node in reversed(list(graph.nodes)):
+        dys = [found.get(output) for output in node.outputs]
+        if all(dy is None for dy in dys) or not any(t in needed for t in node.outputs):
+            continue
+        with graph.scope(f"grad/{node.name}", node.where):
+            whole = tuple(
+                arithmetic["fill"](t.shape, 0.0, t.dtype) if dy is None else dy
+                for t, dy in zip(node.outputs, dys, strict=True)
+            )
+            for tensor, dx in zip(
+                node.inputs, node.op.grad(node.inputs, node.outputs, whole), strict=True
+            ):
+                if dx is not None and tensor in needed:
+                    found[tensor] = found[tensor] + dx if tensor in found else dx
+    return [found.get(tensor) for tensor in wrt]
+
+
+def _reaching(graph: Graph, wrt: list[Tensor]) -> set[Tensor]:
+    """Floating-point tensors that depend on any of `wrt`."""
+    needed = set(wrt)
+    for node in graph.nodes:
+        if any(t in needed for t in node.inputs):
+            needed.update(t for t in node.outputs if is_float(t.dtype))
+    return needed

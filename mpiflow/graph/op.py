@@ -1,0 +1,162 @@
+"""Op: a kind of computation, declared once in one class.
+
+A subclass states its index rule (shapes, signatures, flops), and has `grad` and `kernel` below
+it. `@op` makes it a frozen dataclass, so that its fields are its attributes, and records its name,
+which is what a plan stores.
+
+The contract of a kernel: it writes `out` (a tuple where there are several), reads its arrays, its
+attributes, `shard.xp`, `shard.start(operand, dim)` and `shard.work`; it allocates nothing, never
+derives a global size from a local array, works on empty spans, never talks to another rank and
+never synchronises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeVar, cast, dataclass_transform
+
+from mpiflow.errors import GraphError, PlanError
+from mpiflow.graph.rule import Rule, Shape, Signature, parse_rule
+from mpiflow.graph.tensor import Tensor
+
+OUT = "out"
+
+
+class ShardView(Protocol):
+    """What a kernel may know about the shard that it works on."""
+
+    xp: Any
+    work: Any
+    """Scratch bytes, as many as `Op.workspace` asked for: a flat uint8 array."""
+
+    def start(self, operand: int | str, dim: int) -> int:
+        """The logical index at which `dim` of an input (or of the first output, "out") begins."""
+
+    def first(self) -> bool:
+        """Whether this rank is the first of those that hold the same part."""
+
+
+class Op:
+    """Base of all ops; see the module's docstring."""
+
+    rule: ClassVar[str] = ""
+    whole: ClassVar[str] = ""
+    """Letters that cannot be split."""
+    linear: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    """Groups of inputs in which the op is linear: partial sums may pass through."""
+    reduce: ClassVar[str] = "sum"
+    """How the outputs combine over a split letter that they lost."""
+    inplace: ClassVar[tuple[tuple[int, int], ...]] = ()
+    """Pairs (input, output) that may share memory."""
+    indexes: ClassVar[tuple[tuple[int, int, int], ...]] = ()
+    """(input, operand, dim): the values of `input` are indices into `dim` of `operand`."""
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        """The rule for inputs of these shapes."""
+        return parse_rule(self.rule, tuple(len(shape) for shape in shapes))
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of letters that no input has."""
+        return {}
+
+    def unsplittable(self, rule: Rule) -> frozenset[str]:
+        """Letters that a signature may not split."""
+        return frozenset(self.whole.split())
+
+    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The linear groups for inputs of these dtypes."""
+        return self.linear
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        """The dtypes of the outputs; inputs must agree by default."""
+        if len(set(dtypes)) > 1:
+            raise GraphError(
+                f"{self.name} takes inputs of one dtype, not {' and '.join(dtypes)}; cast one"
+            )
+        return dtypes[:1]
+
+    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        """Scratch bytes for local shapes and the dtype of the first output."""
+        return 0
+
+    def infer(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        """The shapes of the outputs."""
+        rule = self.pattern(shapes)
+        return rule.output_shapes(rule.sizes(self.name, shapes, self.sizes()))
+
+    def signatures(
+        self, shapes: tuple[Shape, ...], dtypes: tuple[str, ...]
+    ) -> tuple[Signature, ...]:
+        """Every legal signature on one mesh axis."""
+        rule = self.pattern(shapes)
+        sizes = rule.sizes(self.name, shapes, self.sizes())
+        return rule.signatures(sizes, self.unsplittable(rule), self.groups(dtypes), self.reduce)
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        """Operations on local shapes."""
+        rule = self.pattern(inputs)
+        sizes: dict[str, int] = {}
+        operands = zip(rule.inputs + rule.outputs, inputs + outputs, strict=True)
+        for dims, shape in operands:
+            for letters, size in zip(dims, shape, strict=True):
+                sizes.update(dict.fromkeys(letters[1:], 1))
+                sizes[letters[0]] = size
+        return rule.flops(sizes)
+
+    def grad(
+        self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], dys: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient of each input, or None where there is none."""
+        raise GraphError(f"{self.name} has no gradient")
+
+    def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
+        """Compute on arrays; see the contract above."""
+        raise NotImplementedError(self.name)
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return type(self).__name__
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes as plain data; those that have their default are left out."""
+        return {
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        }
+
+
+REGISTRY: dict[str, type[Op]] = {}
+OpClass = TypeVar("OpClass", bound=type[Op])
+
+
+@dataclass_transform(frozen_default=True)
+def op(cls: OpClass) -> OpClass:
+    """Register an op class and make it a frozen dataclass."""
+    if cls.__name__ in REGISTRY:
+        raise GraphError(f"an op named {cls.__name__} is registered already")
+    frozen = dataclasses.dataclass(frozen=True)(cls)
+    REGISTRY[cls.__name__] = frozen
+    return cast(OpClass, frozen)
+
+
+def build_op(name: str, attributes: Mapping[str, Any]) -> Op:
+    """The op that a plan names."""
+    cls = REGISTRY.get(name)
+    if cls is None:
+        raise PlanError(f"the plan uses an op {name!r} that this mpiflow does not have")
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(attributes) - set(fields))
+    if unknown:
+        raise PlanError(f"op {name} has no attribute {unknown[0]!r}")
+    return cls(**{key: _frozen(value) for key, value in attributes.items()})
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,115 @@
+"""Job: what a user's file returns. Model, data, optimizer and run settings, for any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mpiflow.errors import JobError
+from mpiflow.graph.tensor import Tensor
+from mpiflow.optim import Optimizer
+
+Model = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Sharded HDF5 files: a glob pattern relative to the data folder, and how rows are used.
+
+    `batch` is the whole job's batch, in rows. `fields` (name -> (row shape, dtype)) and `rows`
+    declare the data for planning where the files are absent. `lanes` and `window` (chunks) bound
+    the memory of a shuffle; the order depends on them, never on the ranks.
+    """
+
+    pattern: str
+    batch: int
+    shuffle: bool = False
+    seed: int = 0
+    fields: Mapping[str, tuple[tuple[int, ...], str]] | None = None
+    rows: int | None = None
+    lanes: int = 16
+    window: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "lanes", "window"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise JobError(f"Dataset {self.pattern!r}: {name} must be at least 1, not {value}")
+        if self.rows is not None and self.fields is None:
+            raise JobError(f"Dataset {self.pattern!r}: rows are declared but no fields")
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often something happens: each so many steps, epochs or minutes, whichever comes.
+
+    For saving, `keep` is how many checkpoints stay.
+    """
+
+    steps: int = 0
+    epochs: int = 0
+    minutes: float = 0.0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.epochs, self.minutes) < 0 or self.keep < 1:
+            raise JobError(f"{self}: counts are not negative, and at least one checkpoint is kept")
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The metric by which checkpoints are compared: "accuracy", or "NAME.accuracy".
+
+    The best checkpoint is kept; after `patience` evaluations without a better one (0: never) the
+    run ends. `mode` is "max" or "min".
+    """
+
+    metric: str
+    mode: str = "max"
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("max", "min"):
+            raise JobError(f"Best: mode is 'max' or 'min', not {self.mode!r}")
+        if self.patience < 0:
+            raise JobError(f"Best: patience is not negative, {self.patience} was given")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training job. `evaluate` is one data set, or several by name."""
+
+    name: str
+    model: Model
+    train: Dataset
+    optimizer: Optimizer
+    evaluate: Dataset | Mapping[str, Dataset] | None = None
+    epochs: int = 1
+    save: Every = field(default_factory=lambda: Every(epochs=1))
+    evaluate_every: Every = field(default_factory=lambda: Every(epochs=1))
+    best: Best | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or not all(c.isalnum() or c in "-_." for c in self.name):
+            raise JobError(
+                f"job name {self.name!r}: use letters, digits, '-', '_' and '.'; it names a folder"
+            )
+        if not isinstance(self.epochs, int) or self.epochs < 1:
+            raise JobError(f"job {self.name}: epochs must be at least 1, not {self.epochs}")
+        if self.evaluate_every.minutes:
+            raise JobError(
+                f"job {self.name}: evaluate_every takes steps or epochs, so that every rank count"
+                " evaluates at the same step"
+            )
+        if self.best and not self.evaluations:
+            raise JobError(f"job {self.name}: best={self.best.metric!r} needs evaluate=")
+
+    @property
+    def evaluations(self) -> dict[str, Dataset]:
+        """The evaluation data sets by name; a single one is named "evaluate"."""
+        if self.evaluate is None:
+            return {}
+        if isinstance(self.evaluate, Dataset):
+            return {"evaluate": self.evaluate}
+        return dict(self.evaluate)

@@ -1,0 +1,331 @@
+"""Elementwise arithmetic with broadcasting.
+
+A dim of size 1 stretches to its partner's size, and a missing leading dim counts as 1, as in
+NumPy. One thing is refused that NumPy allows: operands of different rank that both stretch, for
+(n,) against (n, 1) gives (n, n), which nobody means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiflow.errors import GraphError
+from mpiflow.graph.op import Op, ShardView, op
+from mpiflow.graph.rule import Rule, Shape
+from mpiflow.graph.tensor import Tensor, arithmetic
+from mpiflow.ops.base import Gradients, Tensors, apply, require_float
+from mpiflow.ops.reduction import reduce_to
+
+
+class Elementwise(Op):
+    """Base of ops whose output dims are those of their broadcast inputs."""
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        rank = max(len(shape) for shape in shapes)
+        padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+        out = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+        self._refuse_mutual_stretch(shapes, padded, out)
+        inputs = tuple(
+            tuple(
+                (f"d{i}",) if n == out[i] or n != 1 else (f"one{operand}_{i}",)
+                for i, n in enumerate(shape, rank - len(shape))
+            )
+            for operand, shape in enumerate(shapes)
+        )
+        return Rule(inputs, (tuple((f"d{i}",) for i in range(rank)),))
+
+    def _refuse_mutual_stretch(
+        self, shapes: tuple[Shape, ...], padded: list[Shape], out: Shape
+    ) -> None:
+        stretched = sum(full != out for full in padded)
+        if len({len(shape) for shape in shapes}) > 1 and stretched > 1:
+            raise GraphError(
+                f"{self.name}: shapes {' and '.join(map(str, shapes))} would both be stretched;"
+                " reshape one so that their dims line up"
+            )
+
+    def unsplittable(self, rule: Rule) -> frozenset[str]:
+        return frozenset(x for x in rule.letters if x.startswith("one"))
+
+
+class FloatElementwise(Elementwise):
+    """An elementwise op on floating-point inputs only."""
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        require_float(self, dtypes)
+        return super().dtypes(dtypes)
+
+
+@op
+class Add(Elementwise):
+    """x + y."""
+
+    linear = ((0, 1),)
+    inplace = ((0, 0), (1, 0))
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return tuple(reduce_to(dys[0], x.shape) for x in inputs)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
+        shard.xp.add(x, y, out=out)
+
+
+@op
+class Subtract(Elementwise):
+    """x - y."""
+
+    linear = ((0, 1),)
+    inplace = ((0, 0), (1, 0))
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        x, y = inputs
+        return reduce_to(dys[0], x.shape), scale(reduce_to(dys[0], y.shape), -1.0)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
+        shard.xp.subtract(x, y, out=out)
+
+
+@op
+class Multiply(Elementwise):
+    """x * y."""
+
+    linear = ((0,), (1,))
+    inplace = ((0, 0), (1, 0))
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        x, y = inputs
+        return reduce_to(dys[0] * y, x.shape), reduce_to(dys[0] * x, y.shape)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
+        shard.xp.multiply(x, y, out=out)
+
+
+@op
+class Divide(FloatElementwise):
+    """x / y."""
+
+    linear = ((0,),)
+    inplace = ((0, 0), (1, 0))
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        x, y = inputs
+        dx = dys[0] / y
+        return reduce_to(dx, x.shape), scale(reduce_to(dx * outputs[0], y.shape), -1.0)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
+        shard.xp.divide(x, y, out=out)
+
+
+@op
+class Scale(Elementwise):
+    """x times a number."""
+
+    by: float
+    linear = ((0,),)
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (scale(dys[0], self.by),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.multiply(x, self.by, out=out)
+
+
+@op
+class Shift(Elementwise):
+    """x plus a number."""
+
+    by: float
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (dys[0],)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.add(x, self.by, out=out)
+
+
+@op
+class Reciprocal(FloatElementwise):
+    """1 / x."""
+
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (scale(dys[0] * outputs[0] * outputs[0], -1.0),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.reciprocal(x, out=out)
+
+
+@op
+class Relu(FloatElementwise):
+    """max(x, 0)."""
+
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (apply(ReluGrad(), dys[0], outputs[0]),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.maximum(x, 0, out=out)
+
+
+@op
+class ReluGrad(FloatElementwise):
+    """dy where y > 0, else 0."""
+
+    linear = ((0,),)
+    inplace = ((0, 0),)
+
+    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        size = 1
+        for n in outputs[0]:
+            size *= n
+        return size
+
+    def kernel(self, shard: ShardView, out: Any, dy: Any, y: Any) -> None:
+        mask = shard.work[: y.size].view(bool).reshape(y.shape)
+        shard.xp.greater(y, 0, out=mask)
+        shard.xp.multiply(dy, mask, out=out)
+
+
+@op
+class Exp(FloatElementwise):
+    """e to the x."""
+
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (dys[0] * outputs[0],)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.exp(x, out=out)
+
+
+@op
+class Log(FloatElementwise):
+    """The natural logarithm."""
+
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (dys[0] / inputs[0],)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.log(x, out=out)
+
+
+@op
+class Sqrt(FloatElementwise):
+    """The square root."""
+
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (scale(dys[0] / outputs[0], 0.5),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.sqrt(x, out=out)
+
+
+@op
+class Square(FloatElementwise):
+    """x times x."""
+
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (scale(dys[0] * inputs[0], 2.0),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.multiply(x, x, out=out)
+
+
+@op
+class Tanh(FloatElementwise):
+    """The hyperbolic tangent."""
+
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        y = outputs[0]
+        return (dys[0] * (1.0 - y * y),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.tanh(x, out=out)
+
+
+def scale(x: Tensor, by: float) -> Tensor:
+    """x times a number."""
+    return apply(Scale(_number(x, by)), x)
+
+
+def _number(x: Tensor, by: float) -> float:
+    whole = isinstance(by, int) and not isinstance(by, bool)
+    if not whole and not isinstance(by, float):
+        raise GraphError(f"{x.name}: {by!r} ({type(by).__name__}) is neither a tensor nor a number")
+    if not x.dtype.startswith("float") and (not whole or x.dtype == "bool"):
+        raise GraphError(f"{x.name} is {x.dtype}; cast it before arithmetic with {by!r}")
+    return by if whole and not x.dtype.startswith("float") else float(by)
+
+
+def add(x: Tensor, y: Tensor | float) -> Tensor:
+    """x + y; either may be stretched, y may be a number."""
+    return apply(Add(), x, y) if isinstance(y, Tensor) else apply(Shift(_number(x, y)), x)
+
+
+def subtract(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x - y; either may be stretched, one may be a number."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return apply(Subtract(), x, y)
+    if isinstance(x, Tensor):
+        return add(x, -y)  # type: ignore[operator]
+    return add(scale(y, -1 if not y.dtype.startswith("float") else -1.0), x)  # type: ignore[union-attr, arg-type]
+
+
+def multiply(x: Tensor, y: Tensor | float) -> Tensor:
+    """x * y; either may be stretched, y may be a number."""
+    return apply(Multiply(), x, y) if isinstance(y, Tensor) else scale(x, y)
+
+
+def divide(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x / y; either may be stretched, one may be a number."""
+    if not isinstance(y, Tensor):
+        if y == 0:
+            raise GraphError(f"{x}: division by zero")
+        return scale(x, 1.0 / y)  # type: ignore[arg-type]
+    return apply(Divide(), x, y) if isinstance(x, Tensor) else scale(apply(Reciprocal(), y), x)
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return apply(Relu(), x)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e to the x."""
+    return apply(Exp(), x)
+
+
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm."""
+    return apply(Log(), x)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The square root."""
+    return apply(Sqrt(), x)
+
+
+def square(x: Tensor) -> Tensor:
+    """x times x."""
+    return apply(Square(), x)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent."""
+    return apply(Tanh(), x)
+
+
+arithmetic.update(add=add, subtract=subtract, multiply=multiply, divide=divide)

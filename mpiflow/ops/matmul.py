@@ -1,0 +1,103 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiflow.graph.op import Op, ShardView, op
+from mpiflow.graph.rule import Rule, Shape, parse_rule
+from mpiflow.graph.tensor import Tensor, arithmetic
+from mpiflow.ops.base import Gradients, Tensors, apply, require_float
+
+
+class Product(Op):
+    """Base of products: floating-point, linear in each operand."""
+
+    linear = ((0,), (1,))
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        require_float(self, dtypes)
+        return super().dtypes(dtypes)
+
+
+@op
+class MatMul(Product):
+    """Matrix product over the last two dims; the dims before them are a batch."""
+
+    transpose_a: bool = False
+    transpose_b: bool = False
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        a = "... k m" if self.transpose_a else "... m k"
+        b = "... n k" if self.transpose_b else "... k n"
+        return parse_rule(f"{a}, {b} -> ... m n", tuple(map(len, shapes)))
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        (a, b), (dy,) = inputs, dys
+        if self.transpose_a:
+            da = apply(MatMul(self.transpose_b, True), b, dy)
+        else:
+            da = apply(MatMul(False, not self.transpose_b), dy, b)
+        if self.transpose_b:
+            db = apply(MatMul(True, self.transpose_a), dy, a)
+        else:
+            db = apply(MatMul(not self.transpose_a, False), a, dy)
+        return da, db
+
+    def kernel(self, shard: ShardView, out: Any, a: Any, b: Any) -> None:
+        a = a.swapaxes(-1, -2) if self.transpose_a else a
+        b = b.swapaxes(-1, -2) if self.transpose_b else b
+        shard.xp.matmul(a, b, out=out)
+
+
+@op
+class Linear(Product):
+    """Rows times a weight matrix: x (..., k), w (k, n) -> (..., n); transposed, w is (n, k)."""
+
+    transpose: bool = False
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        w = "n k" if self.transpose else "k n"
+        return parse_rule(f"... k, {w} -> ... n", tuple(map(len, shapes)))
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        (x, w), (dy,) = inputs, dys
+        dx = apply(Linear(not self.transpose), dy, w)
+        dw = apply(RowProduct(), dy, x) if self.transpose else apply(RowProduct(), x, dy)
+        return dx, dw
+
+    def kernel(self, shard: ShardView, out: Any, x: Any, w: Any) -> None:
+        w = w.T if self.transpose else w
+        rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 and x.size else x
+        flat = out.reshape(-1, out.shape[-1]) if out.ndim != 2 and x.size else out
+        shard.xp.matmul(rows, w, out=flat)
+
+
+@op
+class RowProduct(Product):
+    """The sum over rows of outer products: x (..., k), y (..., n) -> (k, n)."""
+
+    rule = "... k, ... n -> k n"
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        (x, y), (dz,) = inputs, dys
+        return apply(Linear(True), y, dz), apply(Linear(), x, dz)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
+        if not x.size or not y.size:
+            out.fill(0)
+            return
+        shard.xp.matmul(x.reshape(-1, x.shape[-1]).T, y.reshape(-1, y.shape[-1]), out=out)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product over the last two dims; leading dims must be equal."""
+    return apply(MatMul(), a, b)
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """Rows x (..., k) times w (k, n)."""
+    return apply(Linear(), x, w)
+
+
+arithmetic.update(matmul=matmul)

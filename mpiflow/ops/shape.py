@@ -1,0 +1,195 @@
+"""Ops that change form but not value: casts, transposes, reshapes, and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from mpiflow.errors import GraphError
+from mpiflow.graph.op import Op, ShardView, op
+from mpiflow.graph.rule import Rule, Shape
+from mpiflow.graph.tensor import DTYPES, Tensor, is_float
+from mpiflow.ops.base import Gradients, Tensors, apply, dim_index
+
+
+@op
+class Cast(Op):
+    """The same values in another dtype."""
+
+    dtype: str
+    rule = "... -> ..."
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        return (self.dtype,)
+
+    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        # The parts of a sum may be cast one by one only where that rounds nothing away.
+        exact = is_float(dtypes[0]) and self.dtype in ("float32", "float64")
+        return ((0,),) if exact and dtypes[0] != "float64" else ()
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (cast(dys[0], inputs[0].dtype) if is_float(inputs[0].dtype) else None,)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.copyto(out, x, casting="unsafe")
+
+
+@op
+class Identity(Op):
+    """A copy."""
+
+    rule = "... -> ..."
+    linear = ((0,),)
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return dys
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.copyto(out, x)
+
+
+@op
+class StopGradient(Op):
+    """The same value, through which no gradient flows."""
+
+    rule = "... -> ..."
+    linear = ((0,),)
+    inplace = ((0, 0),)
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (None,)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.copyto(out, x)
+
+
+@op
+class Permute(Op):
+    """The dims in another order: output dim i is input dim `order[i]`."""
+
+    order: tuple[int, ...]
+    linear = ((0,),)
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        if sorted(self.order) != list(range(len(shapes[0]))):
+            raise GraphError(f"permute: {self.order} does not order the dims of {shapes[0]}")
+        full = tuple((f"d{i}",) for i in range(len(self.order)))
+        return Rule((full,), (tuple(full[i] for i in self.order),))
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        inverse = tuple(self.order.index(i) for i in range(len(self.order)))
+        return (apply(Permute(inverse), dys[0]),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.copyto(out, x.transpose(self.order))
+
+
+@op
+class Reshape(Op):
+    """The same elements in another shape.
+
+    Dims that one side has joined and the other apart are compound dims, whose leading part may
+    be split: (n, c, h) -> (n, c*h) keeps a batch split and allows one of c.
+    """
+
+    shape: tuple[int, ...]
+    linear = ((0,),)
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        if prod(shapes[0]) != prod(self.shape):
+            raise GraphError(
+                f"reshape: {shapes[0]} has {prod(shapes[0])} elements,"
+                f" {self.shape} has {prod(self.shape)}"
+            )
+        left: list[tuple[str, ...]] = []
+        right: list[tuple[str, ...]] = []
+        for number, (a, b) in enumerate(_groups(shapes[0], self.shape)):
+            names = [f"g{number}_{i}" for i in range(max(len(a), len(b)))]
+            if len(a) == 1 or len(b) == 1:
+                apart, joined = [(x,) for x in names], [tuple(names)]
+                left += apart if len(b) == 1 else joined
+                right += joined if len(b) == 1 else apart
+            else:
+                left += [(f"whole{x}",) for x in names[: len(a)]]
+                right += [(f"whole{x}'",) for x in names[: len(b)]]
+        return Rule((tuple(left),), (tuple(right),))
+
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+    def infer(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        self.pattern(shapes)
+        return (self.shape,)
+
+    def signatures(self, shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> Any:
+        rule = self.pattern(shapes)
+        sizes: dict[str, int] = {}
+        for dims, shape in ((rule.inputs[0], shapes[0]), (rule.outputs[0], self.shape)):
+            for letters, size in zip(dims, shape, strict=True):
+                if len(letters) == 1:
+                    sizes[letters[0]] = size
+        return rule.signatures(sizes, self.unsplittable(rule), self.linear, self.reduce)
+
+    def unsplittable(self, rule: Rule) -> frozenset[str]:
+        return frozenset(x for x in rule.letters if x.startswith("whole"))
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        return prod(outputs[0])
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return (apply(Reshape(inputs[0].shape), dys[0]),)
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        shard.xp.copyto(out, x.reshape(out.shape))
+
+
+def _groups(a: Shape, b: Shape) -> list[tuple[Shape, Shape]]:
+    """The shortest runs of dims on both sides with equal numbers of elements."""
+    groups, i, j = [], 0, 0
+    while i < len(a) or j < len(b):
+        first_i, first_j = i, j
+        left = a[i] if i < len(a) else 1
+        right = b[j] if j < len(b) else 1
+        i, j = min(i + 1, len(a)), min(j + 1, len(b))
+        while left != right:
+            if left < right and i < len(a):
+                left, i = left * a[i], i + 1
+            else:
+                right, j = right * b[j], j + 1
+        groups.append((a[first_i:i], b[first_j:j]))
+    return groups
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """The same values in another dtype."""
+    if dtype not in DTYPES:
+        raise GraphError(f"cast: dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    return x if x.dtype == dtype else apply(Cast(dtype), x)
+
+
+def identity(x: Tensor) -> Tensor:
+    """A copy."""
+    return apply(Identity(), x)
+
+
+def stop_gradient(x: Tensor) -> Tensor:
+    """The same value, through which no gradient flows."""
+    return apply(StopGradient(), x)
+
+
+def permute(x: Tensor, order: Sequence[int]) -> Tensor:
+    """The dims in another order: output dim i is input dim `order[i]`."""
+    return apply(Permute(tuple(dim_index(x.ndim, i, "permute") for i in order)), x)
+
+
+def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same elements in another shape; one size may be -1."""
+    sizes = tuple(shape)
+    if sizes.count(-1) == 1:
+        known = prod(n for n in sizes if n != -1)
+        sizes = tuple(prod(x.shape) // max(known, 1) if n == -1 else n for n in sizes)
+    if any(n < 0 for n in sizes):
+        raise GraphError(f"reshape: {tuple(shape)} is no shape for {x}")
+    return apply(Reshape(sizes), x)
