@@ -16,13 +16,15 @@ TEST_SHARDS = (200, 160)
 
 
 def split_rows(labels: np.ndarray, test_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows to test on, in one shuffled order, every class divided alike."""
+    """Shuffled rows to train on and shuffled rows to test on, every class divided alike."""
     # RandomState, whose numbers NumPy keeps the same in every version.
-    order = np.random.RandomState(SEED).permutation(len(labels))
-    quota = class_quota(np.bincount(labels), test_rows)
+    random = np.random.RandomState(SEED)
+    order = random.permutation(len(labels))
     in_test = np.zeros(len(labels), dtype=bool)
-    for digit, rows in enumerate(quota):
-        in_test[order[labels[order] == digit][:rows]] = True
+    for digit, quota in enumerate(class_quota(np.bincount(labels), test_rows)):
+        in_test[order[labels[order] == digit][:quota]] = True
+    # Shuffled anew: the first rows of each class in `order` have all gone to the test.
+    order = random.permutation(order)
     return order[~in_test[order]], order[in_test[order]]
 
 
