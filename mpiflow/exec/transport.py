@@ -1,0 +1,309 @@
+"""What moves bytes between ranks, whatever does the moving (`local`, `mpi`).
+
+    Transport      one a rank: control messages, and the making of groups
+      └─ Group     one communicator: the collectives along one mesh axis
+           └─ Start      a collective bound to its buffers; calling it begins one exchange
+                └─ Request     that exchange: done yet?
+
+Everything is bound before the first step, so a step only starts and tests. All members of a group
+bind and start the same collectives in the same order. Only the thread that connected may call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpiflow import errors
+from mpiflow.errors import LaunchError, MpiflowError, TaskError
+from mpiflow.plan.slice import itemsize
+from mpiflow.plan.volume import sent_elements
+
+Check = Callable[[], None]
+REDUCTIONS = ("sum", "max")
+
+_SPIN_SECONDS = 50e-6
+_YIELD_SECONDS = 1e-3
+_LONGEST_SLEEP_SECONDS = 200e-6
+
+
+class Aborted(BaseException):
+    """Another rank of this process failed; raised where this one waits, and never printed."""
+
+
+class Pause:
+    """What to do between two polls: spin 50 us, yield the core up to 1 ms, then sleep to 200 us.
+
+    A short wait stays short, and a long one leaves the core to the rank that is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._sleep = 20e-6
+
+    def __call__(self) -> None:
+        """Pass some time, the longer the longer it has taken."""
+        waited = time.perf_counter() - self._began
+        if waited < _SPIN_SECONDS:
+            return
+        if waited < _YIELD_SECONDS:
+            os.sched_yield()
+            return
+        time.sleep(self._sleep)
+        self._sleep = min(2 * self._sleep, _LONGEST_SLEEP_SECONDS)
+
+
+class Request(ABC):
+    """Something that was started and will be done."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Make progress; whether it is done. Cheap, and true ever after."""
+
+    def wait(self, check: Check | None = None) -> None:
+        """Poll until done, without burning the core; `check` may raise to end the wait."""
+        pause = Pause()
+        while not self.test():
+            if check:
+                check()
+            pause()
+
+
+Start = Callable[[], Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective with its buffers, flat and contiguous; counts are in elements."""
+
+    kind: str
+    send: np.ndarray
+    receive: np.ndarray
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    reduce: str = ""
+
+    def __str__(self) -> str:
+        counts = ",".join(map(str, self.send_counts or self.receive_counts))
+        return f"{self.kind} {self.reduce}({counts}) {self.send.dtype}"
+
+
+class Operation(Request):
+    """A bound collective; it is its own request, as there is one exchange at a time."""
+
+    def __init__(self, group: Group, call: Call, nbytes: int) -> None:
+        self._group = group
+        self._call = call
+        self._nbytes = nbytes
+        self._active = False
+
+    def start(self) -> Request:
+        """Begin an exchange; the buffers belong to it until `test` is true."""
+        if self._active:
+            raise TaskError(f"{self._group.label}: {self._call} was started again before its end")
+        self._active = True
+        self._group.sent += self._nbytes
+        self._begin()
+        return self
+
+    def test(self) -> bool:
+        """Make progress; whether the exchange is over."""
+        if self._active and self._is_done():
+            self._active = False
+        return not self._active
+
+    @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
+    def _is_done(self) -> bool: ...
+
+
+class Group(ABC):
+    """One communicator. `sent` is the payload of its data collectives so far, in bytes."""
+
+    def __init__(self, label: str, size: int, index: int) -> None:
+        self.label = label
+        self.size = size
+        self.index = index
+        self.sent = 0
+
+    def bind_all_reduce(self, buffer: np.ndarray, reduce: str = "sum") -> Start:
+        """Collective. Gives every member the sum or maximum of all buffers, in place."""
+        count = (buffer.size,)
+        return self._bound(Call("all_reduce", buffer, buffer, count, count, reduce), count)
+
+    def bind_all_gather(
+        self, send: np.ndarray, receive: np.ndarray, counts: Sequence[int]
+    ) -> Start:
+        """Collective. Gives every member what all sent, in order; member i sends `counts[i]`."""
+        counts = tuple(counts)
+        own = (counts[self.index],)
+        return self._bound(Call("all_gather", send, receive, own, counts), counts)
+
+    def bind_reduce_scatter(
+        self, send: np.ndarray, receive: np.ndarray, counts: Sequence[int], reduce: str = "sum"
+    ) -> Start:
+        """Collective. Reduces what all sent; member i receives part i, of `counts[i]` elements."""
+        counts = tuple(counts)
+        own = (counts[self.index],)
+        return self._bound(Call("reduce_scatter", send, receive, counts, own, reduce), counts)
+
+    def bind_all_to_all(
+        self,
+        send: np.ndarray,
+        send_counts: Sequence[int],
+        receive: np.ndarray,
+        receive_counts: Sequence[int],
+    ) -> Start:
+        """Collective. Sends part j to member j, and receives one part from each, in order."""
+        call = Call("all_to_all", send, receive, tuple(send_counts), tuple(receive_counts))
+        return self._bound(call, call.send_counts)
+
+    def _bound(self, call: Call, counts: tuple[int, ...]) -> Start:
+        self._validate(call)
+        elements = sent_elements(call.kind, counts, self.size, self.index)
+        return self._bind(call, elements * call.send.dtype.itemsize).start
+
+    def _validate(self, call: Call) -> None:
+        for name, array, counts in (
+            ("send", call.send, call.send_counts),
+            ("receive", call.receive, call.receive_counts),
+        ):
+            where = f"{self.label}: {call}: the {name} buffer"
+            if array.ndim != 1 or not array.flags.c_contiguous:
+                raise TaskError(f"{where} has shape {array.shape}; it must be flat and contiguous")
+            if array.size != sum(counts):
+                raise TaskError(f"{where} has {array.size} elements, the counts say {sum(counts)}")
+        if call.send.dtype != call.receive.dtype:
+            raise TaskError(f"{self.label}: {call} receives into {call.receive.dtype}")
+        members = max(len(call.send_counts), len(call.receive_counts))
+        if call.kind != "all_reduce" and members != self.size:
+            raise TaskError(f"{self.label}: {call} has {members} counts for {self.size} members")
+        itemsize(str(call.send.dtype))
+        if call.reduce:
+            self._validate_reduction(call)
+
+    def _validate_reduction(self, call: Call) -> None:
+        if call.reduce not in REDUCTIONS:
+            raise TaskError(f"{self.label}: {call}: a reduction is one of {', '.join(REDUCTIONS)}")
+        if call.send.dtype in (np.bool_, np.float16):
+            raise TaskError(
+                f"{self.label}: {call}: MPI cannot reduce {call.send.dtype}; "
+                "cast to float32 (or int32) before it"
+            )
+
+    @abstractmethod
+    def _bind(self, call: Call, nbytes: int) -> Operation: ...
+
+
+class Transport(ABC):
+    """The ranks of a job. `check`, where set, is called in every wait and may raise to end it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.host = platform.node()
+        self.check: Check | None = None
+
+    @property
+    def name(self) -> str:
+        """This rank for messages: `rank 1 of 4 on host`."""
+        return f"rank {self.rank} of {self.size} on {self.host}"
+
+    @abstractmethod
+    def group(self, members: tuple[int, ...], label: str) -> Group:
+        """Collective over all ranks. The group of `members`, in that order, this rank among them.
+
+        The groups that the ranks name in one call are a partition of all ranks.
+        """
+
+    @abstractmethod
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Collective. Gives every rank the data of rank 0; the others pass None."""
+
+    @abstractmethod
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Collective. Gives every rank the data of all, by rank."""
+
+    @abstractmethod
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Collective. Gives rank 0 the data of all, by rank; the others get None."""
+
+    @abstractmethod
+    def barrier(self) -> Request:
+        """Collective. A request that is done once every rank has made it."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End every other rank with exit code `code`, and this one where MPI can."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Collective. Give back the communicators; nothing may follow."""
+
+    def on_root(self, function: Callable[[], Any]) -> Any:
+        """Collective. Call on rank 0 only and give its result, as JSON has it, to all ranks.
+
+        An MpiflowError of it is raised on every rank, with type and message. Any other exception
+        is raised on rank 0 alone, where it ends the job.
+        """
+        return _opened(self.broadcast(_sealed(function) if self.rank == 0 else None))
+
+    def check_same(self, label: str, text: str) -> None:
+        """Collective. Raises LaunchError on all ranks, naming them, where `text` is not equal."""
+        value = text or "nothing"
+        if len(value) > 80:
+            digest = hashlib.sha256(value.encode()).hexdigest()
+            value = f"{value[:60]}... (sha256 {digest})"
+        ranks: dict[str, list[str]] = {}
+        for rank, data in enumerate(self.all_gather(json.dumps([value, self.host]).encode())):
+            theirs, host = json.loads(data)
+            ranks.setdefault(theirs, []).append(f"{rank} on {host}")
+        if len(ranks) == 1:
+            return
+        table = "".join(
+            f"\n  {theirs}: rank {', '.join(_shortened(names))}" for theirs, names in ranks.items()
+        )
+        raise on_all_ranks(LaunchError(f"the ranks do not have the same {label}:{table}"))
+
+
+def on_all_ranks(error: MpiflowError) -> MpiflowError:
+    """Mark an error that every rank raises alike, so that it is printed once, by rank 0."""
+    vars(error)["on_all_ranks"] = True
+    return error
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Whether every rank raises this error."""
+    return bool(vars(error).get("on_all_ranks"))
+
+
+def _sealed(function: Callable[[], Any]) -> bytes:
+    try:
+        answer = {"result": function()}
+    except MpiflowError as error:
+        answer = {"error": type(error).__name__, "message": str(error)}
+    return json.dumps(answer).encode()
+
+
+def _opened(data: bytes) -> Any:
+    answer = json.loads(data)
+    if "error" not in answer:
+        return answer["result"]
+    kind = getattr(errors, answer["error"], MpiflowError)
+    raise on_all_ranks(kind(answer["message"]))
+
+
+def _shortened(names: list[str], most: int = 8) -> list[str]:
+    rest = len(names) - most
+    return names if rest <= 0 else [*names[:most], f"and {rest} more"]

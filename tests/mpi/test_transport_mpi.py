@@ -1,0 +1,107 @@
+"""The contract of transports over real MPI, and what only MPI can get wrong."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import transport_contract
+
+from mpiflow.errors import TaskError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(scope="module")
+def transport():
+    from mpiflow.exec.launch import connect
+
+    transport = connect()
+    yield transport
+    transport.close()
+
+
+@pytest.mark.parametrize("claim", transport_contract.CLAIMS, ids=lambda claim: claim.__name__)
+def test_mpi_transport(claim, transport):
+    claim(transport)
+
+
+@pytest.mark.parametrize("n", [9, 10, 11, 21, 35])
+def test_what_is_longer_than_the_limit_goes_in_segments(transport, n):
+    group = transport_contract.everyone(transport, "segments")
+    group.limit = 10
+    size, rank = transport.size, transport.rank
+    everywhere = [transport_contract.content(r, n) for r in range(size)]
+    total = np.sum(everywhere, axis=0)
+    counts = transport_contract.counts_of(n, size)
+    begin = sum(counts[:rank])
+    part = slice(begin, begin + counts[rank])
+
+    reduced = everywhere[rank].copy()
+    group.bind_all_reduce(reduced)().wait()
+    np.testing.assert_array_equal(reduced, total)
+
+    gathered = np.zeros(n, np.float32)
+    group.bind_all_gather(total[part].copy(), gathered, counts)().wait()
+    np.testing.assert_array_equal(gathered, total)
+
+    scattered = np.zeros(counts[rank], np.float32)
+    start = group.bind_reduce_scatter(everywhere[rank], scattered, counts)
+    for _ in range(2):
+        scattered[:] = 0
+        start().wait()
+        np.testing.assert_array_equal(scattered, total[part])
+
+    received = np.zeros(n * size, np.float32)
+    group.bind_all_to_all(
+        np.tile(everywhere[rank], size), (n,) * size, received, (n,) * size
+    )().wait()
+    np.testing.assert_array_equal(received, np.concatenate(everywhere))
+
+
+def test_the_limit_is_that_of_32_bit_counts(transport):
+    assert transport_contract.everyone(transport).limit == 2**31 - 1
+
+
+def test_another_thread_may_not_call(transport):
+    start = transport_contract.everyone(transport).bind_all_reduce(np.zeros(3))
+    errors = []
+
+    def call():
+        try:
+            start()
+        except TaskError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call, name="reader")
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "MPI was called from thread 'reader'" in errors[0]
+
+
+def test_communicators_are_given_back(transport):
+    """MPICH has room for about 2,000; every transport frees what it made."""
+    from mpiflow.exec.launch import connect
+
+    for _ in range(150):
+        again = connect()
+        for label in range(20):
+            buffer = np.ones(2)
+            transport_contract.everyone(again, str(label)).bind_all_reduce(buffer)
+        again.close()
+
+
+def test_a_rank_that_waits_leaves_the_core(transport):
+    """The others wait half a second for rank 0, using a small part of it."""
+    group = transport_contract.everyone(transport)
+    start = group.bind_all_reduce(np.zeros(3))
+    transport.barrier().wait()
+    if transport.rank == 0:
+        threading.Event().wait(0.5)
+    before = os.times()
+    start().wait()
+    after = os.times()
+    if transport.rank:
+        used = after.user + after.system - before.user - before.system
+        assert used < 0.5 * (after.elapsed - before.elapsed)
