@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.errors import DataError, MpiflowError
+from mpiflow.io.disk import Disk
 
 if TYPE_CHECKING:
     import h5py
@@ -85,22 +86,33 @@ def _unreadable(path: Path, problem: OSError) -> str:
 
 
 @contextmanager
+def new_file(path: Path, cache: int = 1 << 20) -> Iterator[h5py.File]:
+    """A new file, on the disk when the block ends and gone when it fails.
+
+    `cache` is the bytes of chunks, of each dataset, that wait for more of their rows.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not the latest format: sites still run HDF5 1.10, and 1.10's checks what it reads.
+    versions = ("v110", "v110")
+    try:
+        with library().File(path, "w", libver=versions, rdcc_nbytes=cache) as file:
+            yield file
+        sync(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
 def create_file(path: Path) -> Iterator[h5py.File]:
     """A new file that appears under `path` only once it is complete and on the disk.
 
     It is written beside it, as `.NAME.part`; after an exception nothing is left.
     """
     part = path.with_name(f".{path.name}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        # No older reader needs these files; the latest format indexes chunks faster.
-        with library().File(part, "w", libver=("v110", "latest")) as file:
-            yield file
-        sync(part)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with new_file(part) as file:
+        yield file
+    os.replace(part, path)
     sync(path.parent)
 
 
@@ -250,11 +262,41 @@ def stored_sample(dataset: h5py.Dataset, kind: Stored, nbytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def store_contiguous(
-    file: h5py.File, name: str, array: np.ndarray, attributes: dict[str, Any]
-) -> int:
-    """Write `array` as an unchunked dataset; gives the byte of the file where it begins."""
-    dataset = file.create_dataset(name, data=array)
-    for key, value in attributes.items():
-        dataset.attrs[key] = value
-    return int(dataset.id.get_offset())
+class ArrayFile:
+    """A new file of unchunked arrays that can be given up at any moment, on a full disk too.
+
+    HDF5 cannot close a file after a failed write: it keeps the file's space and complains until
+    the process ends. So it writes through a `Disk`, which keeps a failure for us and tells HDF5
+    of none. Until `finish` the file is named `.NAME.part`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._part = path, path.with_name(f".{path.name}.part")
+        self._disk = Disk(os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
+        self._file = library().File(self._disk, "w", libver=("v110", "latest"))
+
+    def store(self, name: str, array: np.ndarray, attributes: dict[str, Any]) -> int:
+        """Write a dataset; gives the byte of the file where its values begin."""
+        dataset = self._file.create_dataset(name, data=array)
+        for key, value in attributes.items():
+            dataset.attrs.create(key, value)
+        self._disk.check()
+        return int(dataset.id.get_offset())
+
+    def finish(self) -> None:
+        """Close the file, with all of it on the disk and under its name."""
+        self._file.close()
+        self._disk.check()
+        os.fsync(self._disk.handle)
+        self._disk.close()
+        os.replace(self._part, self._path)
+        sync(self._path.parent)
+
+    def discard(self) -> None:
+        """Close the file and leave nothing of it."""
+        self._disk.drop()
+        with suppress(OSError, RuntimeError):
+            # It may miss what was dropped; nobody will read the file.
+            self._file.close()
+        self._disk.close()
+        self._part.unlink(missing_ok=True)

@@ -21,6 +21,8 @@ from mpiflow.plan.records import Field
 
 # Rows that lie in no chunks are read in pieces of about this size.
 PIECE_BYTES = 1 << 20
+# Above this, a long chunk of a narrow field no longer decides how many wide rows are held.
+_MOST_BYTES = 16 << 20
 _SAMPLE_BYTES = 4096
 
 Declared = Mapping[str, tuple[tuple[int, ...], str]]
@@ -43,10 +45,16 @@ class ShardInfo:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows that are read together: the largest chunk, or about 1 MiB where there is none."""
-        chunked = [field.chunk[0] for field in self.fields if field.chunk]
+        """Rows that are shuffled and read together: the most that a chunk of any field has.
+
+        Where that would be too much memory, those of the widest field; without chunks about 1 MiB.
+        """
+        chunked = [field for field in self.fields if field.chunk]
         if chunked:
-            return max(chunked)
+            most = max(field.chunk[0] for field in chunked)
+            if most * row_bytes(self.fields) <= _MOST_BYTES:
+                return most
+            return max(chunked, key=lambda field: prod(field.shape)).chunk[0]
         return max(1, min(self.rows, PIECE_BYTES // max(1, row_bytes(self.fields))))
 
 

@@ -277,3 +277,17 @@ def test_check_refuses_a_plan_made_without_files(folder):
     data = look(Path(folder / "none"), fields=DECLARED, rows=24)
     with pytest.raises(DataError, match="declared fields"):
         check_files(data, folder)
+
+
+def test_long_chunks_of_a_narrow_field_do_not_make_wide_rows_pile_up(tmp_path):
+    with h5py.File(tmp_path / "s1.h5", "w") as file:
+        file.create_dataset("image", (5000, 4096), "f4", chunks=(8, 4096))
+        file.create_dataset("label", (5000,), "i8", chunks=(2048,))
+    assert look(tmp_path).shards[0].chunk_rows == 8
+
+
+def test_rows_without_chunks_are_read_a_mebibyte_at_a_time(tmp_path):
+    with h5py.File(tmp_path / "s1.h5", "w") as file:
+        file.create_dataset("image", (5000, 255), "f4")
+        file.create_dataset("label", (5000,), "i4")
+    assert look(tmp_path).shards[0].chunk_rows == 1024
