@@ -1,0 +1,181 @@
+"""When each task of a plan would run, by the plan's own rules and its predicted seconds.
+
+Every rank runs the same program and prices are those of the largest shard, so one rank is
+simulated for all. A task starts at the latest of: the end of the one before it on its stream, of
+the producers of its inputs, of those it is `after`, of the consumers that free its output's slot,
+and, but for reads, of the step before. As each of these lies earlier in one fixed order, walking
+that order once a step gives the same times as a queue of events.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpiflow.errors import PlanError
+from mpiflow.plan.records import READ, WRITE, Plan, Program, Task
+from mpiflow.plan.verify_order import order_of, waits_of
+
+KINDS = ("compute", "comm", "read", "write")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One firing of a task; times in seconds since the first step may begin."""
+
+    task: str
+    stream: str
+    start: float
+    stop: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Some steps of a program. `busy` (by stream) and `exposed` are those of the last step.
+
+    `exposed` is how long compute stood still, by the kind of stream that it waited for last;
+    `ends` is when each step was over.
+    """
+
+    program: str
+    step_seconds: float
+    first_step_seconds: float
+    ends: tuple[float, ...]
+    events: tuple[Event, ...]
+    busy: tuple[tuple[str, float], ...]
+    exposed: tuple[tuple[str, float], ...]
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds of a step in which compute waits for communication."""
+        return dict(self.exposed)["comm"]
+
+    @property
+    def exposed_input(self) -> float:
+        """Seconds of a step in which compute waits for reads."""
+        return dict(self.exposed)["read"]
+
+
+def stream_kind(stream: str) -> str:
+    """compute, comm, read or write."""
+    return stream.partition(".")[0]
+
+
+def simulate(
+    plan: Plan,
+    program: str = "train",
+    steps: int = 3,
+    *,
+    factors: Mapping[str, float] | None = None,
+) -> Simulation:
+    """Run `steps` steps of a program; `factors` multiply the seconds of a stream or of its kind.
+
+    `{"comm": 2.0}` is communication at half the speed, `{"comm.data": 2.0}` that of one axis.
+    """
+    chosen = plan.program(program)
+    if chosen is None:
+        names = ", ".join(p.name for p in plan.programs)
+        raise PlanError(f"the plan has no program {program!r}; it has {names}")
+    if steps < 1:
+        raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
+    run = _Run(chosen, _durations(chosen, dict(factors or {})))
+    for step in range(steps):
+        run.step(step)
+    return run.result()
+
+
+def _durations(program: Program, factors: dict[str, float]) -> list[float]:
+    streams = {stream for stream, _ in program.order}
+    for name, factor in factors.items():
+        if name not in streams | set(KINDS) or factor < 0:
+            known = ", ".join(sorted(streams | set(KINDS)))
+            raise PlanError(f"factor {name}={factor}: give a factor of 0 or more for {known}")
+    return [
+        task.seconds * factors.get(task.stream, factors.get(stream_kind(task.stream), 1.0))
+        for task in program.tasks
+    ]
+
+
+class _Run:
+    """The clock of a program: when each task last stopped, step by step."""
+
+    def __init__(self, program: Program, seconds: list[float]) -> None:
+        self.program = program
+        self.seconds = seconds
+        self.waits = [list(earlier) for earlier in waits_of(program)]
+        position = order_of(program).position
+        self.order = sorted(range(len(position)), key=position.__getitem__)
+        self.frees = _frees(program)
+        self.stops: list[list[float]] = []  # of each step, of each task
+        self.ends: list[float] = []
+        self.events: list[Event] = []
+        self.free = dict.fromkeys((stream for stream, _ in program.order), 0.0)
+        self.exposed: dict[str, float] = {}
+
+    def step(self, step: int) -> None:
+        """Fire every task once."""
+        begin = self.ends[-1] if self.ends else 0.0
+        stops = [0.0] * len(self.order)
+        self.stops.append(stops)
+        self.exposed = dict.fromkeys(KINDS, 0.0)
+        computed = begin
+        for i in self.order:
+            task = self.program.tasks[i]
+            start, reason = self._start(i, task, step, begin)
+            if task.kind == "compute":
+                self.exposed[reason] += max(0.0, start - computed)
+                computed = start + self.seconds[i]
+            stops[i] = self.free[task.stream] = start + self.seconds[i]
+            self.events.append(Event(task.name, task.stream, start, stops[i], step))
+        inside = [stops[i] for i in self.order if not self._outlives(i)]
+        self.ends.append(max([begin, *inside]))
+        self.exposed["comm"] += self.ends[-1] - computed
+
+    def _outlives(self, task: int) -> bool:
+        return self.program.tasks[task].stream in (READ, WRITE)
+
+    def _start(self, i: int, task: Task, step: int, begin: float) -> tuple[float, str]:
+        """When a task may start, and the kind of stream that it waits for last."""
+        start = self.free[task.stream]
+        if task.stream != READ:
+            start = max(start, begin)
+        reason = "compute"
+        for other in self.waits[i]:
+            if self.stops[step][other] > start:
+                start = self.stops[step][other]
+                reason = stream_kind(self.program.tasks[other].stream)
+        for other, slots in self.frees[i]:
+            if step >= slots and self.stops[step - slots][other] > start:
+                start = self.stops[step - slots][other]
+                reason = stream_kind(self.program.tasks[other].stream)
+        return start, reason
+
+    def result(self) -> Simulation:
+        """What the steps so far come to."""
+        last = len(self.ends) - 1
+        busy: dict[str, float] = defaultdict(float)
+        for i, task in enumerate(self.program.tasks):
+            busy[task.stream] += self.seconds[i]
+        return Simulation(
+            program=self.program.name,
+            step_seconds=self.ends[last] - (self.ends[last - 1] if last else 0.0),
+            first_step_seconds=self.ends[0],
+            ends=tuple(self.ends),
+            events=tuple(sorted(self.events, key=lambda e: (e.step, e.start, e.stop))),
+            busy=tuple((stream, busy[stream]) for stream in self.free),
+            exposed=tuple(self.exposed.items()),
+        )
+
+
+def _frees(program: Program) -> list[list[tuple[int, int]]]:
+    """Of each task, the consumers whose firing `slots` steps ago frees its output's slot."""
+    slots = {register.name: register.slots for register in program.registers}
+    producer = {name: i for i, task in enumerate(program.tasks) for name in task.outputs}
+    frees: list[list[tuple[int, int]]] = [[] for _ in program.tasks]
+    for i, task in enumerate(program.tasks):
+        for name in task.inputs:
+            if name in slots:
+                frees[producer[name]].append((i, slots[name]))
+    return frees

@@ -1,0 +1,229 @@
+"""Plans for people: `show` prints one, `summary` is its figures, `timeline` draws a simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import floor, prod
+from typing import Any
+
+from mpiflow.graph.sbp import layout_text
+from mpiflow.plan.records import DataSet, Plan, Program, Register, Task
+from mpiflow.plan.simulator import Simulation, simulate
+from mpiflow.plan.slice import RankPlan, slice_plan
+from mpiflow.plan.store import canonical, digest, program_digest
+from mpiflow.plan.traffic import bytes_sent
+
+_WIDTH = 120  # characters of a line
+_LEAST = 40  # of which the operands of a task get these at least
+_HEADS = ("task", "stream", "op", "operands", ">bytes", ">time", "line")
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in binary units: `512 B`, `77.2 KiB`, `1.50 MiB`."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{_digits(size)} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds in the unit that reads best: `12.3 us`, `1.50 ms`, `2.00 s`, `1 h 05 min`."""
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    for unit, length in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        if seconds >= length:
+            return f"{_digits(seconds / length)} {unit}"
+    return "0 s"
+
+
+def _digits(number: float) -> str:
+    """Three digits: 1.23, 12.3, 123."""
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The figures of a plan as `mpiflow plan --json` prints them."""
+    train = plan.program("train")
+    tasks = train.tasks if train else ()
+    return {
+        "job": plan.job,
+        "digest": digest(plan),
+        "program": program_digest(plan),
+        "ranks": plan.mesh.size,
+        "mesh": dict(plan.mesh.axes),
+        "parameters": sum(prod(v.shape) for v in plan.variables if v.trainable),
+        "nodes": sum(task.kind == "compute" for task in tasks),
+        "tasks": sum(len(program.tasks) for program in plan.programs),
+        "plan_bytes": len(canonical(plan)),
+        "predicted": {
+            "step_seconds": train.seconds if train else 0.0,
+            "peak_bytes": dict(plan.arenas),
+            "process_bytes": plan.process_bytes,
+            "bytes_sent": bytes_sent(plan, train) if train else 0,
+        },
+        "collectives": collectives(tasks),
+        "notes": list(plan.notes),
+    }
+
+
+def collectives(tasks: Iterable[Task]) -> list[dict[str, Any]]:
+    """The collectives of a step: kind, axis, bytes that a rank sends in one, times per step."""
+    found = Counter((t.op, t.axis, t.nbytes) for t in tasks if t.kind == "collective")
+    return [
+        {"kind": kind, "axis": axis, "bytes": nbytes, "times": times}
+        for (kind, axis, nbytes), times in found.items()
+    ]
+
+
+def show(plan: Plan) -> str:
+    """The plan, one line an item; tasks in the order in which they are predicted to start."""
+    lines = [*_header(plan)]
+    if plan.data:
+        lines += ["", "data", *_table([_data_row(data) for data in plan.data])]
+    if plan.variables:
+        rank = slice_plan(plan, 0)
+        rows = [_variable_row(v, rank, v.where) for v in plan.variables]
+        heads = ("name", "shape", "layout", "largest shard", ">size", "line")
+        lines += ["", "variables", *_table(rows, heads)]
+    for program in plan.programs:
+        lines += ["", *_program(plan, program)]
+    return "\n".join(lines) + "\n"
+
+
+def _header(plan: Plan) -> list[str]:
+    figures = summary(plan)
+    predicted = figures["predicted"]
+    arenas = ", ".join(f"{size_text(size)} {name}" for name, size in plan.arenas)
+    rows = [
+        ("plan", f"{plan.job} for {plan.mesh.size} ranks, mesh {plan.mesh}, device {plan.device}"),
+        ("digest", figures["digest"]),
+        ("program", figures["program"]),
+        ("made by", f"mpiflow {plan.version}, NumPy {plan.numpy}, for machine {plan.machine}"),
+        ("numbers", f"{plan.numerics}, seed {plan.seed}, {figures['parameters']:,} parameters"),
+        ("length", _length(plan)),
+        ("step", f"{time_text(predicted['step_seconds'])} predicted"),
+        ("memory", f"{arenas} arena, {size_text(plan.process_bytes)} in the whole process"),
+        ("sent", f"{size_text(predicted['bytes_sent'])} a step, by the rank that sends most"),
+        *(("note", note) for note in plan.notes),
+    ]
+    return [f"{name:<8} {text}" for name, text in rows]
+
+
+def _length(plan: Plan) -> str:
+    train, settings = plan.program("train"), plan.settings
+    batch = f", batch {train.rows}" if train else ""
+    return f"{settings.epochs} epochs of {settings.steps_per_epoch} steps{batch}"
+
+
+def _data_row(data: DataSet) -> tuple[str, ...]:
+    fields = ", ".join(f"{f.name} {_shape(f.shape)} {f.dtype}" for f in data.fields)
+    order = f"shuffled with seed {data.seed}" if data.shuffle else "in order"
+    rows = f"{data.rows:,} rows in {len(data.shards)} files"
+    return data.name, data.pattern, rows, f"batch {data.batch}", order, fields
+
+
+def _variable_row(tensor: Register, rank: RankPlan, where: str) -> tuple[str, ...]:
+    return (
+        tensor.name, f"{_shape(tensor.shape)} {tensor.dtype}", layout_text(tensor.layout),
+        _shape(rank.shape(tensor)), size_text(tensor.nbytes), where,
+    )  # fmt: skip
+
+
+def _program(plan: Plan, program: Program) -> list[str]:
+    events = simulate(plan, program.name, 1).events
+    tasks = {task.name: task for task in program.tasks}
+    tensors, rank = plan.tensors(program), slice_plan(plan, 0)
+    ordered = [tasks[event.task] for event in events]
+    sides = [
+        (t.name, t.stream, t.op, "operands", size_text(t.nbytes) if t.nbytes else "",
+         time_text(t.seconds), t.where)
+        for t in ordered
+    ]  # fmt: skip
+    room = _WIDTH - len(max(_table(sides, _HEADS), key=len)) + len("operands")
+    texts = [_operands(task, tensors, rank, max(room, _LEAST)) for task in ordered]
+    rows = [(*side[:3], text, *side[4:]) for side, text in zip(sides, texts, strict=True)]
+    data = f" of {program.data}" if program.data else ""
+    title = (
+        f"program {program.name}: {program.rows} rows{data}, "
+        f"{len(rows)} task{'s' * (len(rows) != 1)}, {time_text(program.seconds)}"
+    )
+    lines = [title, *_table(rows, _HEADS)]
+    for output in program.outputs:
+        how = "total" if output.total else "mean"
+        lines.append(f"  gives {output.name}, the {how} in {output.register}")
+    return lines
+
+
+def _operands(task: Task, tensors: dict[str, Register], rank: RankPlan, width: int) -> str:
+    """`x S(0) 64x64, w B 64x10 -> h S(0) 64x10`, cut where it grows too long for a line."""
+    sides = [[_tensor(tensors[n], rank) for n in names] for names in (task.inputs, task.outputs)]
+    room = width - 4
+    if sum(len(text) + 2 for side in sides for text in side) > room:
+        sides = [_cut(side, room // 2) for side in sides]
+    return f"{', '.join(sides[0])} -> {', '.join(sides[1])}".strip()
+
+
+def _cut(texts: list[str], room: int) -> list[str]:
+    kept: list[str] = []
+    for text in texts:
+        if kept and sum(map(len, kept)) + len(text) + 2 * len(kept) > room - 9:
+            return [*kept, f"{len(texts) - len(kept)} more"]
+        kept.append(text)
+    return kept
+
+
+def _tensor(tensor: Register, rank: RankPlan) -> str:
+    return f"{tensor.name} {layout_text(tensor.layout)} {_shape(rank.shape(tensor))}".strip()
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> list[str]:
+    """Rows in aligned columns; a head that begins with `>` aligns its column to the right."""
+    right = [head.startswith(">") for head in heads] or [False] * len(rows[0] if rows else ())
+    titled = [[head.lstrip(">") for head in heads]] if heads else []
+    lines = [*titled, *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  " + "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    ]  # fmt: skip
+
+
+def timeline(simulation: Simulation, width: int = 72) -> str:
+    """One step drawn as a line for each stream: the last digit of the step at work, `.` idle.
+
+    It is the last step but one, so that reads for the step after it can be seen.
+    """
+    shown = max(0, len(simulation.ends) - 2)
+    begin, end = simulation.ends[shown - 1] if shown else 0.0, simulation.ends[shown]
+    busy = dict(simulation.busy)
+    step = simulation.step_seconds or 1.0
+    names = max(map(len, busy), default=0)
+    lines = [
+        f"program {simulation.program}, step {shown}: {time_text(end - begin)}; "
+        f"later steps {time_text(simulation.step_seconds)}",
+    ]
+    for stream in busy:
+        cells = ["."] * width
+        for event in simulation.events:
+            if event.stream == stream and event.stop > begin and event.start < end > begin:
+                scale = width / (end - begin)
+                first = max(0, floor((event.start - begin) * scale + 1e-9))
+                last = min(width, max(first + 1, floor((event.stop - begin) * scale + 1e-9)))
+                cells[first:last] = str(event.step % 10) * (last - first)
+        share = f"{busy[stream] / step:4.0%} busy, {time_text(busy[stream])}"
+        lines.append(f"  {stream:<{names}} |{''.join(cells)}| {share}")
+    waits = [f"{time_text(seconds)} for {kind}" for kind, seconds in simulation.exposed if seconds]
+    lines.append(f"  compute waits {', '.join(waits) or 'for nothing'}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,72 @@
+"""What a step sends, worked out from the plan alone, in time that does not grow with the ranks.
+
+Along an axis the shards change only where the longer spans end; one rank from each stretch
+between such places stands for all of them.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.sbp import S
+from mpiflow.plan.records import Plan, Program, Register, Task
+from mpiflow.plan.slice import RankPlan, itemsize, reduced_elements
+from mpiflow.plan.volume import sent_elements
+
+
+def bytes_sent(plan: Plan, program: Program) -> int:
+    """Payload bytes that one step sends, of the rank that sends most."""
+    tensors = plan.tensors(program)
+    tasks = [task for task in program.tasks if task.kind == "collective"]
+    used = {name: tensors[name] for task in tasks for name in (*task.inputs, *task.outputs)}
+    places = _places(plan.mesh, list(used.values()), tasks, used)
+    return max(
+        sum(sent_by(RankPlan(plan.mesh, plan.mesh.rank(where), where), task, used)
+            for task in tasks)
+        for where in product(*places)
+    )  # fmt: skip
+
+
+def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
+    """Payload bytes that a rank sends in a collective; as `RankPlan.sent_bytes`, without peers."""
+    source, target = tensors[task.inputs[0]], tensors[task.outputs[0]]
+    axis = rank.mesh.index(task.axis)
+    size, index = rank.mesh.sizes[axis], rank.coordinates[axis]
+    own = rank.shape(source)
+    match task.op:
+        case "all_reduce":
+            count = reduced_elements([tensors[name] for name in task.inputs], rank)
+            elements = sent_elements("all_reduce", (count,), size, index)
+        case "all_gather":
+            elements = (size - 1) * prod(own)
+        case _:  # all but what stays here
+            kept = tuple(map(min, own, rank.shape(target)))
+            elements = prod(own) - prod(kept)
+    return elements * itemsize(source.dtype)
+
+
+def _places(
+    mesh: Mesh, used: list[Register], tasks: list[Task], tensors: dict[str, Register]
+) -> list[list[int]]:
+    """Coordinates on each axis that stand for all others."""
+    places = [{0} for _ in mesh.axes]
+    for register in used:
+        lengths = [{size} for size in register.shape]
+        for axis, sbp in enumerate(register.layout):
+            if isinstance(sbp, S):
+                parts, shorter = mesh.sizes[axis], set()
+                for length in lengths[sbp.dim]:
+                    base, extra = divmod(length // sbp.unit, parts)
+                    places[axis].add(extra)
+                    shorter |= {base * sbp.unit, (base + (extra > 0)) * sbp.unit}
+                lengths[sbp.dim] = shorter
+    for task in tasks:
+        if task.op == "all_reduce":  # whose segments are spans of the shard's elements
+            axis = mesh.index(task.axis)
+            members = [tensors[name] for name in task.inputs]
+            for where in product(*map(sorted, places)):
+                rank = RankPlan(mesh, mesh.rank(where), where)
+                places[axis].add(reduced_elements(members, rank) % mesh.sizes[axis])
+    return [sorted(each) for each in places]

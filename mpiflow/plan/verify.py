@@ -1,0 +1,238 @@
+"""Verify: a plan that passes completes on every rank, whatever the timing, and reads what it wrote.
+
+    verify             names, then each program
+    verify_layout      tensors and collectives
+    verify_order       one step completes without buffering; what happens before what
+    verify_memory      variables, aliases, shared bytes
+
+Nothing here comes from the compiler: the plan's records alone are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from mpiflow.errors import VerifyError
+from mpiflow.graph.sbp import Broadcast, Partial, layout_text
+from mpiflow.plan.records import COMPUTE, READ, WRITE, Plan, Program, Task
+from mpiflow.plan.verify_layout import check_collective, check_tensor, label
+from mpiflow.plan.verify_memory import check_memory
+from mpiflow.plan.verify_order import order_of
+
+_STREAMS = {"compute": COMPUTE, "read": READ, "write": WRITE}
+_CHANGING = ("initialise", "train")
+
+
+def verify(plan: Plan) -> None:
+    """Prove the plan; VerifyError with the smallest counter-example where that fails."""
+    arena = dict(plan.arenas).get("host")
+    if arena is None:
+        raise VerifyError("the plan has no arena 'host', where all its memory lies")
+    _unique("the plan", "data set", (data.name for data in plan.data))
+    _unique("the plan", "program", (program.name for program in plan.programs))
+    _unique("the plan", "variable", (variable.name for variable in plan.variables))
+    for variable in plan.variables:
+        check_tensor(variable, plan.mesh, arena, "the plan")
+        if variable.slots != 1 or variable.aliases:
+            raise VerifyError(
+                f"variable {variable.name} has {variable.slots} slots and aliases "
+                f"{variable.aliases or 'nothing'}; it must have one slot of its own"
+            )
+        if any(isinstance(sbp, Partial) for sbp in variable.layout):
+            raise VerifyError(
+                f"variable {variable.name} has layout {layout_text(variable.layout)!r}: partial "
+                "values cannot be kept over steps"
+            )
+    for program in plan.programs:
+        _check_program(plan, program, arena)
+    if plan.variables and plan.program("initialise") is None:
+        raise VerifyError("the plan has variables and no program 'initialise' that writes them")
+
+
+def _check_program(plan: Plan, program: Program, arena: int) -> None:
+    context = f"program {program.name}"
+    _check_references(plan, program, context)
+    _check_streams(program, context)
+    _check_producers(program, context)
+    for register in program.registers:
+        check_tensor(register, plan.mesh, arena, context)
+    tensors = plan.tensors(program)
+    for task in program.tasks:
+        if task.kind == "collective":
+            check_collective(task, tensors, plan.mesh, context)
+        _check_workspace(task, arena, context)
+    order = order_of(program)
+    check_memory(plan, program, order)
+    _check_reading(plan, program, context)
+    _check_outputs(program, context)
+    _check_role(plan, program, context)
+
+
+def _unique(context: str, what: str, names: Iterable[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1 or not name:
+            raise VerifyError(f"{context} has {count} {what}s named {name!r}; names are unique")
+
+
+def _check_references(plan: Plan, program: Program, context: str) -> None:
+    """Names are unique, and everything that is named exists."""
+    registers = [register.name for register in program.registers]
+    _unique(context, "register", registers)
+    _unique(context, "task", (task.name for task in program.tasks))
+    _unique(context, "output", (output.name for output in program.outputs))
+    variables = {variable.name for variable in plan.variables}
+    if both := variables & set(registers):
+        raise VerifyError(f"{context}: {min(both)} names a variable and a register")
+    known = variables | set(registers)
+    tasks = {task.name for task in program.tasks}
+    for task in program.tasks:
+        for name in (*task.inputs, *task.outputs):
+            if name not in known:
+                raise VerifyError(f"{context}: {label(task)} uses {name!r}, which does not exist")
+        for name in task.after:
+            if name not in tasks:
+                raise VerifyError(f"{context}: {label(task)} is after {name!r}, which is no task")
+    for register in program.registers:
+        if register.aliases and register.aliases not in known:
+            raise VerifyError(
+                f"{context}: register {register.name} aliases {register.aliases!r}, "
+                "which does not exist"
+            )
+    for output in program.outputs:
+        if output.register not in registers:
+            raise VerifyError(
+                f"{context}: output {output.name} is register {output.register!r}, "
+                "which does not exist"
+            )
+
+
+def _check_streams(program: Program, context: str) -> None:
+    """Every task is listed once, in the order of its own stream."""
+    _unique(context, "order", (stream for stream, _ in program.order))
+    listed: Counter[int] = Counter()
+    for stream, indices in program.order:
+        for index in indices:
+            if not 0 <= index < len(program.tasks):
+                raise VerifyError(
+                    f"{context}: stream {stream} lists task {index} of {len(program.tasks)}"
+                )
+            task = program.tasks[index]
+            if task.stream != stream:
+                raise VerifyError(
+                    f"{context}: {label(task)} belongs to stream {task.stream}, "
+                    f"but is listed on stream {stream}"
+                )
+            listed[index] += 1
+    for index, task in enumerate(program.tasks):
+        if listed[index] != 1:
+            raise VerifyError(
+                f"{context}: {label(task)} fires {listed[index]} times in the order of stream "
+                f"{task.stream}; it must fire once"
+            )
+        if task.kind not in (*_STREAMS, "collective"):
+            raise VerifyError(f"{context}: {label(task)} is of unknown kind {task.kind!r}")
+        if task.kind != "collective" and task.stream != _STREAMS[task.kind]:
+            raise VerifyError(
+                f"{context}: {label(task)} of kind {task.kind} is on stream {task.stream}"
+            )
+
+
+def _check_producers(program: Program, context: str) -> None:
+    """Each register has one producer, and no task works for nothing."""
+    producers: dict[str, Task] = {}
+    registers = {register.name for register in program.registers}
+    for task in program.tasks:
+        for name, count in Counter(task.outputs).items():
+            if name in registers and (name in producers or count > 1):
+                first = label(producers.get(name, task))
+                raise VerifyError(
+                    f"{context}: register {name} is produced by {first} and again by "
+                    f"{label(task)}; one task may produce it"
+                )
+            if name in registers:
+                producers[name] = task
+    readers: dict[str, list[str]] = {name: [] for name in registers}
+    for task in program.tasks:
+        for name in task.inputs:
+            if name in registers:
+                readers[name].append(label(task))
+    for name in (register.name for register in program.registers):
+        if name not in producers:
+            wanted = f"; {readers[name][0]} would wait for it for ever" if readers[name] else ""
+            raise VerifyError(f"{context}: no task produces register {name}{wanted}")
+    used = {name for name in registers if readers[name]}
+    used |= {output.register for output in program.outputs}
+    used |= {r.name for r in program.registers if r.aliases and r.aliases not in registers}
+    for task in program.tasks:
+        if task.kind != "write" and all(n in registers and n not in used for n in task.outputs):
+            gives = ", ".join(task.outputs) or "nothing"
+            raise VerifyError(f"{context}: {label(task)} gives {gives}, which no task reads")
+
+
+def _check_workspace(task: Task, arena: int, context: str) -> None:
+    start, nbytes = task.workspace
+    if start < 0 or nbytes < 0 or start + nbytes > arena:
+        raise VerifyError(
+            f"{context}: the workspace of {label(task)} is bytes {start}..{start + nbytes}, "
+            f"the arena has {arena} bytes"
+        )
+
+
+def _check_reading(plan: Plan, program: Program, context: str) -> None:
+    """Reads have data to read, and something in the step holds back how far ahead they run."""
+    if program.data and program.data not in {data.name for data in plan.data}:
+        raise VerifyError(f"{context} reads data set {program.data!r}, which does not exist")
+    held = {name for task in program.tasks if task.stream != READ for name in task.inputs}
+    for task in program.tasks:
+        if task.kind != "read":
+            continue
+        if not program.data:
+            raise VerifyError(f"{context}: {label(task)} reads, but the program has no data set")
+        if task.inputs:
+            raise VerifyError(
+                f"{context}: {label(task)} takes {', '.join(task.inputs)}; a read runs ahead of "
+                "the step and takes nothing from it"
+            )
+        if not held & set(task.outputs):
+            raise VerifyError(
+                f"{context}: missing slot: no task of the step reads what {label(task)} gives, "
+                "so nothing limits how far ahead it runs"
+            )
+
+
+def _check_outputs(program: Program, context: str) -> None:
+    """What a step gives is a scalar that every rank holds."""
+    registers = {register.name: register for register in program.registers}
+    producers = {name: task for task in program.tasks for name in task.outputs}
+    for output in program.outputs:
+        register = registers[output.register]
+        what = f"{context}: output {output.name} ({label(producers[register.name])})"
+        if register.shape:
+            raise VerifyError(f"{what} has shape {register.shape}; an output is a scalar")
+        if any(not isinstance(sbp, Broadcast) for sbp in register.layout):
+            raise VerifyError(
+                f"{what} has layout {layout_text(register.layout)!r}; every rank needs it, so it "
+                "is B on all axes"
+            )
+
+
+def _check_role(plan: Plan, program: Program, context: str) -> None:
+    """initialise writes every variable and reads none; only it and train write any."""
+    variables = [variable.name for variable in plan.variables]
+    overlays = {r.name: r.aliases for r in program.registers if r.aliases in set(variables)}
+    written = {overlays.get(n, n): t for t in program.tasks for n in t.outputs}
+    for name in variables:
+        if program.name == "initialise" and name not in written:
+            raise VerifyError(f"{context}: no task writes variable {name}")
+        if program.name not in _CHANGING and name in written:
+            raise VerifyError(
+                f"{context}: {label(written[name])} writes variable {name}; only "
+                f"{' and '.join(_CHANGING)} may"
+            )
+    if program.name == "initialise":
+        for task in program.tasks:
+            if unset := set(task.inputs) & set(variables):
+                raise VerifyError(
+                    f"{context}: {label(task)} reads variable {min(unset)}, which has no value yet"
+                )

@@ -1,0 +1,110 @@
+from itertools import pairwise
+
+import handmade
+import pytest
+from handmade import Maker, collective, compute, data_set, program, read, write
+
+from mpiflow.errors import PlanError
+from mpiflow.plan.records import Output
+from mpiflow.plan.simulator import simulate
+from mpiflow.plan.text import timeline
+
+
+def test_a_chain_takes_the_sum_of_its_tasks():
+    simulation = simulate(handmade.chain(7))
+    assert simulation.step_seconds == pytest.approx(7e-3)
+    assert simulation.first_step_seconds == pytest.approx(7e-3)
+    assert simulation.ends == pytest.approx([7e-3, 14e-3, 21e-3])
+    assert dict(simulation.busy)["compute"] == pytest.approx(7e-3)
+
+
+def overlapped(communication):
+    """t0 (1 s) -> c0 beside t1 (2 s) -> t2 (1 s) that needs both."""
+    m = Maker("data=2")
+    names = [("a", "P"), ("b", "B"), ("c", "B"), ("y", "B")]
+    registers = [m.tensor(n, (), layout, 4 * i) for i, (n, layout) in enumerate(names)]
+    tasks = [
+        compute("t0", "f", "", "a", 1.0), collective("c0", "all_reduce", "data", "a", "b",
+                                                     communication),
+        compute("t1", "g", "a", "c", 2.0), compute("t2", "h", "b c", "y", 1.0),
+    ]  # fmt: skip
+    return m.plan([], [program("train", registers, tasks, outputs=(Output("y", "y"),))], 16)
+
+
+@pytest.mark.parametrize(("seconds", "step", "exposed"), [(1.5, 4.0, 0.0), (5.0, 7.0, 3.0)])
+def test_two_streams_overlap_and_only_the_rest_is_exposed(seconds, step, exposed):
+    simulation = simulate(overlapped(seconds))
+    assert simulation.step_seconds == pytest.approx(step)
+    assert simulation.exposed_communication == pytest.approx(exposed)
+
+
+def test_factors_slow_a_stream_or_its_kind():
+    for name in ("comm", "comm.data"):
+        assert simulate(overlapped(2.5), factors={name: 2}).step_seconds == pytest.approx(7.0)
+    assert simulate(overlapped(1.0), factors={"compute": 0.5}).step_seconds == pytest.approx(2.0)
+
+
+def reading(slots, read_seconds, compute_seconds, writing=False):
+    m = Maker("data=2")
+    registers = [m.tensor("x", (), "B", 0, slots=slots), m.tensor("y", (), "B", 64)]
+    tasks = [read("r0", "x", read_seconds), compute("t0", "f", "x", "y", compute_seconds)]
+    outputs = (Output("y", "y"),)
+    if writing:
+        registers = [m.tensor("y", (), "B", 0, slots=slots)]
+        tasks = [compute("t0", "f", "", "y", compute_seconds), write("w0", "y", read_seconds)]
+        outputs = ()
+    train = program("train", registers, tasks, outputs=outputs, data="" if writing else "train")
+    return m.plan([], [train], 68, (data_set(),))
+
+
+@pytest.mark.parametrize(
+    ("slots", "read_seconds", "step"),
+    [(1, 2.0, 5.0), (2, 2.0, 3.0), (2, 4.0, 4.0), (5, 4.0, 4.0)],
+)
+def test_slots_let_reads_run_ahead(slots, read_seconds, step):
+    simulation = simulate(reading(slots, read_seconds, 3.0), steps=6)
+    assert simulation.step_seconds == pytest.approx(step)
+    assert simulation.first_step_seconds == pytest.approx(read_seconds + 3.0)
+    assert simulation.exposed_input == pytest.approx(step - 3.0)
+
+
+def test_slots_limit_how_far_reads_run_ahead():
+    for slots in (1, 2, 3):
+        events = simulate(reading(slots, 0.1, 3.0), steps=6).events
+        reads = [e for e in events if e.stream == "read"]
+        stops = [e.stop for e in events if e.stream == "compute"]
+        assert [e.start >= stops[e.step - slots] for e in reads[slots:]] == [True] * (6 - slots)
+
+
+@pytest.mark.parametrize(("slots", "step"), [(1, 6.0), (2, 5.0), (3, 5.0)])
+def test_writes_run_behind_until_the_staging_slots_are_full(slots, step):
+    simulation = simulate(reading(slots, 5.0, 1.0, writing=True), steps=8)
+    assert simulation.first_step_seconds == pytest.approx(1.0)
+    assert simulation.step_seconds == pytest.approx(step)
+
+
+def test_events_of_a_stream_never_overlap_and_follow_its_order():
+    plan = handmade.sharded()
+    simulation = simulate(plan, steps=4, factors={"comm.model": 3.5, "read": 0.3})
+    for stream, tasks in plan.program("train").order:
+        events = [e for e in simulation.events if e.stream == stream]
+        assert all(a.stop <= b.start for a, b in pairwise(events))
+        assert [e.task for e in events] == 4 * [plan.program("train").tasks[i].name for i in tasks]
+
+
+def test_what_cannot_be_simulated_is_refused():
+    with pytest.raises(PlanError, match="no program 'predict'; it has train"):
+        simulate(handmade.chain(2), "predict")
+    with pytest.raises(PlanError, match="0 steps"):
+        simulate(handmade.chain(2), steps=0)
+    with pytest.raises(PlanError, match=r"comm\.model=2"):
+        simulate(overlapped(1.0), factors={"comm.model": 2})
+
+
+def test_the_timeline_shows_each_stream_at_work():
+    lines = timeline(simulate(overlapped(5.0)), width=14).splitlines()
+    assert lines[0] == "program train, step 1: 7.00 s; later steps 7.00 s"
+    assert "|..1111111111..|" in lines[1]
+    assert "|111111......11|" in lines[2]
+    assert lines[-1] == "  compute waits 3.00 s for comm"
+    assert "2" in timeline(simulate(reading(2, 1.0, 3.0))).splitlines()[2]
