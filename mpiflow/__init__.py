@@ -1,0 +1,67 @@
+"""mpiflow trains neural networks on supercomputers from a plan that is compiled before the run.
+
+A job file imports this module as `mf`; see the README. Importing it starts no MPI and needs
+NumPy only.
+"""
+
+from mpiflow import nn
+from mpiflow.errors import MpiflowError
+from mpiflow.graph.graph import Hint
+from mpiflow.graph.graph import current as _current
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.sbp import B, P, S
+from mpiflow.graph.tensor import Tensor
+from mpiflow.job import Best, Dataset, Every, Job
+from mpiflow.ops import (
+    add,
+    argmax,
+    cast,
+    cross_entropy,
+    divide,
+    equal,
+    exp,
+    log,
+    matmul,
+    mean,
+    multiply,
+    permute,
+    pick,
+    reduce_max,
+    reduce_sum,
+    relu,
+    reshape,
+    scale,
+    sqrt,
+    square,
+    stop_gradient,
+    subtract,
+    tanh,
+    total,
+)
+from mpiflow.optim import SGD
+from mpiflow.version import __version__
+
+__all__ = [
+    "SGD", "B", "Best", "Dataset", "Every", "Job", "Mesh", "MpiflowError", "P", "S", "Tensor",
+    "__version__", "add", "argmax", "assign", "cast", "cross_entropy", "divide", "equal", "exp",
+    "hint", "is_training", "log", "matmul", "mean", "multiply", "nn", "permute", "pick",
+    "reduce_max", "reduce_sum", "relu", "reshape", "scale", "sqrt", "square", "stop_gradient",
+    "subtract", "tanh", "total",
+]  # fmt: skip
+
+
+def assign(variable: Tensor, value: Tensor) -> None:
+    """At the end of the step `variable` becomes `value`: the only way in which one changes."""
+    if variable.graph.training:
+        variable.graph.assign(variable, value)
+
+
+def hint(x: Tensor, sbp: Hint) -> Tensor:
+    """Ask for a layout of `x`: one SBP for every mesh axis, or by axis name with B elsewhere."""
+    x.graph.hints[x.name] = sbp
+    return x
+
+
+def is_training() -> bool:
+    """Whether the model is being traced for training, not for evaluation."""
+    return _current().training

@@ -52,7 +52,12 @@ def threads_per_rank(environment: Mapping[str, str]) -> int:
 
 
 def limit_threads(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set the limits of the numeric libraries where the user has not; before NumPy is imported."""
+    """Set the limits of the numeric libraries where the user has not; before NumPy is imported.
+
+    Does nothing where a rank may use all CPUs: the limit would be inherited by what it starts.
+    """
     environment = os.environ if environment is None else environment
-    for name in _LIMITS:
-        environment.setdefault(name, str(threads_per_rank(environment)))
+    threads = threads_per_rank(environment)
+    if threads < usable_cpus():
+        for name in _LIMITS:
+            environment.setdefault(name, str(threads))

@@ -23,7 +23,7 @@ class _Bucket:
 
 
 def bucket(program: Program, mesh: Mesh, machine: Machine) -> Program:
-    """Fuse all_reduces that can wait for one another, and let outputs share their inputs' memory."""
+    """Fuse all_reduces that can wait for one another, each in place."""
     registers = {r.name: r for r in program.registers}
     candidates = [t for t in program.tasks if t.op == "all_reduce" and _sole(program, t)]
     for task in candidates:
@@ -47,7 +47,7 @@ def bucket(program: Program, mesh: Mesh, machine: Machine) -> Program:
     tasks = [
         replace(t, after=tuple(dict.fromkeys(renamed.get(n, n) for n in t.after))) for t in tasks
     ]
-    return replace(program, registers=tuple(registers.values()), tasks=tuple(_sorted(tasks)))
+    return _sorted(replace(program, registers=tuple(registers.values()), tasks=tuple(tasks)))
 
 
 def bucket_bytes(
@@ -107,15 +107,13 @@ def _depends(task: Task, buckets: list[_Bucket], before: dict[str, int]) -> bool
 
 def _ancestors(program: Program) -> dict[str, int]:
     """Per task the bits of all tasks before it; under "\\0name" the task's own bit."""
-    producer = {name: t.name for t in program.tasks for name in t.outputs}
+    needs = program.needs()
     found: dict[str, int] = {}
     for i, task in enumerate(program.tasks):
         found[f"\0{task.name}"] = 1 << i
-        bits = 0
-        for name in (*(producer.get(r, "") for r in task.inputs), *task.after):
-            if name in found and name != task.name:
-                bits |= found[name] | found[f"\0{name}"]
-        found[task.name] = bits
+        found[task.name] = 0
+        for name in needs[task.name]:
+            found[task.name] |= found[name] | found[f"\0{name}"]
     return found
 
 
@@ -136,21 +134,18 @@ def _fused(group: _Bucket, mesh: Mesh, machine: Machine) -> Task:
     )
 
 
-def _sorted(tasks: list[Task]) -> list[Task]:
-    """In topological order again, otherwise as they stood."""
-    producer = {name: t.name for t in tasks for name in t.outputs}
-    waiting = list(tasks)
-    done: set[str] = set()
-    ordered: list[Task] = []
+def _sorted(program: Program) -> Program:
+    """With the tasks in topological order again, otherwise as they stood."""
+    needs = program.needs()
+    waiting = list(program.tasks)
+    ordered: dict[str, Task] = {}
     while waiting:
         rest = []
         for task in waiting:
-            needs = {producer[name] for name in task.inputs if name in producer} | {*task.after}
-            if needs - {task.name} <= done:
-                ordered.append(task)
-                done.add(task.name)
+            if all(name in ordered for name in needs[task.name]):
+                ordered[task.name] = task
             else:
                 rest.append(task)
-        assert len(rest) < len(waiting), "buckets made a circle"
+        assert len(rest) < len(waiting), f"the tasks of {program.name} make a circle"
         waiting = rest
-    return ordered
+    return replace(program, tasks=tuple(ordered.values()))

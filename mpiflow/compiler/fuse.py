@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
-from mpiflow.plan.records import Program, Task
+from mpiflow.plan.records import Program, Register, Task
 
 _COPIES = ("StopGradient", "Identity")
 
 
 def fuse(program: Program, variables: set[str]) -> Program:
-    """Drop copies within a layout; turn two scalings in a row into one."""
-    return _merge_scales(_drop_copies(program, variables))
+    """Drop copies within a layout; merge scalings in a row; make constants where they are used."""
+    return _merge(_drop_copies(program, variables))
 
 
 def _drop_copies(program: Program, variables: set[str]) -> Program:
@@ -29,20 +30,38 @@ def _drop_copies(program: Program, variables: set[str]) -> Program:
     return _prune(replace(program, tasks=tuple(tasks), outputs=outputs))
 
 
-def _merge_scales(program: Program) -> Program:
-    uses: dict[str, int] = {output.register: 2 for output in program.outputs}
-    for task in program.tasks:
-        for name in task.inputs:
-            uses[name] = uses.get(name, 0) + 1
+def _merge(program: Program) -> Program:
+    """Let a task take over the work of the one that makes its only input, if nobody else reads it.
+
+    Scale of Scale is one Scale; Scale or Expand of Fill is a Fill.
+    """
+    registers = {r.name: r for r in program.registers}
+    uses = Counter(name for task in program.tasks for name in task.inputs)
+    uses.update(output.register for output in program.outputs)
     made: dict[str, Task] = {}
     for task in program.tasks:
-        first = made.get(task.inputs[0]) if task.op == "Scale" else None
-        if first is not None and first.op == "Scale" and uses[task.inputs[0]] == 1:
-            by = first.attributes["by"] * task.attributes["by"]
-            del made[task.inputs[0]]
-            task = replace(task, inputs=first.inputs, attributes={**task.attributes, "by": by})
+        source = task.inputs[0] if task.inputs else ""
+        first = made.get(source)
+        if first is not None and task.outputs and (first.op, task.op) in _MERGED:
+            task = _merged(first, task, registers[task.outputs[0]])
+            if uses[source] == 1:
+                del made[source]
+            else:
+                uses[source] -= 1
         made[task.outputs[0] if task.outputs else task.name] = task
     return _prune(replace(program, tasks=tuple(made.values())))
+
+
+_MERGED = {("Scale", "Scale"), ("Fill", "Scale"), ("Fill", "Expand")}
+
+
+def _merged(first: Task, second: Task, target: Register) -> Task:
+    if first.op == "Scale":
+        by = first.attributes["by"] * second.attributes["by"]
+        return replace(second, inputs=first.inputs, attributes={"by": by})
+    value = first.attributes.get("value", 0.0) * second.attributes.get("by", 1.0)
+    attributes = {"shape": list(target.shape), "value": value, "dtype": target.dtype}
+    return replace(second, op="Fill", inputs=(), attributes=attributes, flops=0)
 
 
 def _prune(program: Program) -> Program:

@@ -192,7 +192,7 @@ class _Lowering:
         attributes: dict[str, Any] = {"data": data, "fields": list(self.graph.inputs)}
         limits = index_limits(self.graph)
         if limits:
-            attributes["limits"] = limits
+            attributes["limits"] = [limits.get(name, 0) for name in self.graph.inputs]
         self.build.tasks.append(
             Task(
                 f"read {data}",
@@ -211,11 +211,11 @@ class _Lowering:
             self.build.convert(self.value[t], layout, node.where)
             for t, layout in zip(node.inputs, choice.inputs, strict=True)
         ]
-        outputs = []
+        outputs: list[Register] = []
         for i, (tensor, layout) in enumerate(zip(node.outputs, choice.outputs, strict=True)):
-            made = self._update_target(node, i, inputs, layout)
-            if made is None:
-                made = self.build.register(tensor.name, tensor.shape, tensor.dtype, layout)
+            made = self._update_target(node, i, inputs, layout) or self.build.register(
+                tensor.name, tensor.shape, tensor.dtype, layout
+            )
             self.value[tensor] = made
             outputs.append(made)
         self.build.compute(node.name, node.op, inputs, outputs, node.where)

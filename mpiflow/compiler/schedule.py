@@ -17,14 +17,10 @@ def schedule(program: Program) -> Program:
     """The program with the order of every stream."""
     tasks = program.tasks
     index = {task.name: i for i, task in enumerate(tasks)}
-    producer = {name: i for i, task in enumerate(tasks) for name in task.outputs}
-    needs: list[set[int]] = []
-    for i, task in enumerate(tasks):
-        sources = {producer[n] for n in task.inputs if n in producer and n not in task.outputs}
-        needs.append((sources | {index[name] for name in task.after}) - {i})
+    needs = [[index[name] for name in names] for names in program.needs().values()]
     followers: list[list[int]] = [[] for _ in tasks]
     for i, sources in enumerate(needs):
-        for source in sorted(sources):
+        for source in sources:
             followers[source].append(i)
 
     streams = list(dict.fromkeys(task.stream for task in tasks))

@@ -26,7 +26,10 @@ from mpiflow.graph.tensor import Tensor
 
 DATA = "data"
 _EXPOSED = 0.3
-"""The share of a gradient's reduction that is expected not to hide behind the backward pass."""
+"""The share that counts of a conversion nobody waits for soon: gradients, and scalar outputs.
+
+They are fused into few messages, and hide behind the backward pass.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +220,7 @@ class _Solver:
         for tensor in self.graph.outputs.values():
             producer, output = self.position[tensor]
             unary[producer] += [
-                self._convert(tensor, choice.outputs[output], everywhere)
+                _EXPOSED * self._convert(tensor, choice.outputs[output], everywhere)
                 for choice in self.domains[producer]
             ]
 

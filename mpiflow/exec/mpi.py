@@ -41,7 +41,7 @@ def load() -> Any:
 
 def library(mpi: Any) -> str:
     """The MPI library that mpi4py is linked to, for messages."""
-    return mpi.Get_library_version().strip("\0 \n").splitlines()[0].replace("\t", " ")
+    return " ".join(mpi.Get_library_version().strip("\0 \n").splitlines()[0].split())
 
 
 def start(mpi: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mpiflow.errors import DataError
 from mpiflow.graph.sbp import span
 from mpiflow.io import hdf5
+from mpiflow.io.cache import ChunkCache
 from mpiflow.io.chunks import FieldFile, index_file
 from mpiflow.io.sampler import (
     Rows,
@@ -29,6 +30,8 @@ from mpiflow.plan.records import DataSet, Field
 
 # Open at a time; the usual limit of a process is 1024, that of a careful site 64.
 _OPEN_FILES = 24
+# A chunk's number: its shard above, its position in the file below.
+_CHUNK_BITS = 40
 
 
 def cache_bytes(dataset: DataSet, rows: tuple[int, int]) -> int:
@@ -46,11 +49,11 @@ def cache_bytes(dataset: DataSet, rows: tuple[int, int]) -> int:
             min(block_rows(dataset), steps_per_epoch(dataset) * share)
             for share in _lane_shares(dataset, rows)
         )
-    return _chunk_cache_bytes(dataset, rows) + orders + scratch
+    return _cached_rows(dataset, rows) * row_bytes(dataset.fields) + orders + scratch
 
 
-def _chunk_cache_bytes(dataset: DataSet, rows: tuple[int, int]) -> int:
-    """Decoded chunks that the rows need at a time, never more than the whole data set.
+def _cached_rows(dataset: DataSet, rows: tuple[int, int]) -> int:
+    """Decoded rows that are needed at a time, never more than the whole data set.
 
     Of a lane: the chunks of one block, cut at both ends, and the one that it shares with the next.
     """
@@ -62,7 +65,7 @@ def _chunk_cache_bytes(dataset: DataSet, rows: tuple[int, int]) -> int:
         )
     else:
         need = rows[1] - rows[0] + 2 * chunk_rows
-    return min(need, _padded_rows(dataset)) * row_bytes(dataset.fields)
+    return min(need, _padded_rows(dataset))
 
 
 def _padded_rows(dataset: DataSet) -> int:
@@ -97,14 +100,6 @@ def open_reader(
     return DatasetReader(dataset, Path(folder), rows or (0, dataset.batch), tail)
 
 
-@dataclass(slots=True)
-class _Held:
-    """A decoded chunk and how many of its rows this epoch may still ask for."""
-
-    rows: NDArray[Any]
-    left: int
-
-
 class DatasetReader:
     """Implements `plan.protocols.Reader`. Used by one thread at a time."""
 
@@ -114,14 +109,30 @@ class DatasetReader:
         self._sampler = Sampler(dataset)
         self._first = np.cumsum([0, *(shard.rows for shard in dataset.shards)])
         self._index: dict[int, tuple[FieldFile, ...]] = {}
+        self._chunk_rows = np.zeros((len(dataset.fields), len(dataset.shards)), np.int64)
         self._files = _OpenFiles()
-        self._chunks: OrderedDict[tuple[int, int, int], _Held] = OrderedDict()
         self._epoch = 0
-        self.cache_limit = _chunk_cache_bytes(dataset, rows)
-        self._keeps_all = self.cache_limit >= _padded_rows(dataset) * row_bytes(dataset.fields)
-        self.cached_bytes = 0
+        held = _cached_rows(dataset, rows)
+        self._keeps_all = held == _padded_rows(dataset)
+        self._caches = [
+            ChunkCache(held, field.shape, field.dtype, keep=self._keeps_all)
+            for field in dataset.fields
+        ]
         self.decoded_chunks = 0
         self.decoded_bytes = 0
+
+    @property
+    def cached_bytes(self) -> int:
+        """The decoded chunks that are held now."""
+        return sum(
+            cache.held_rows * row_bytes((field,))
+            for cache, field in zip(self._caches, self.dataset.fields, strict=True)
+        )
+
+    @property
+    def cache_limit(self) -> int:
+        """The most that `cached_bytes` can be."""
+        return sum(cache.array.nbytes for cache in self._caches)
 
     def read(self, step: int, rows: tuple[int, int], out: Mapping[str, Any]) -> None:
         """Write rows [start, stop) of batch `step` into `out[field]`, shape (stop - start, ...).
@@ -147,10 +158,9 @@ class DatasetReader:
         return f"{self.dataset.shards[shard].name} row {number - int(self._first[shard])}"
 
     def close(self) -> None:
-        """Close all files and drop what is held."""
+        """Close all files and give back the memory; nothing can be read after."""
         self._files.close()
-        self._chunks.clear()
-        self.cached_bytes = 0
+        self._caches.clear()
 
     def _position(self, step: int, start: int, stop: int) -> tuple[int, int]:
         """Epoch and batch of a step; DataError where the batch has no rows [start, stop)."""
@@ -167,8 +177,8 @@ class DatasetReader:
         """What is left of the last epoch stands in the way of this one, unless all of it fits."""
         self._epoch = epoch
         if not self._keeps_all:
-            self._chunks.clear()
-            self.cached_bytes = 0
+            for cache in self._caches:
+                cache.clear()
 
     def _check_array(self, field: Field, rows: int, array: Any) -> None:
         shape = (rows, *field.shape)
@@ -180,39 +190,20 @@ class DatasetReader:
 
     def _gather(self, field: int, shard_of: Rows, local: Rows, out: Any) -> None:
         """Copy rows of one field from their chunks, each chunk looked up once."""
-        for shard in np.unique(shard_of):
-            where = np.flatnonzero(shard_of == shard)
-            size = self._field_file(int(shard), field).chunk_rows
-            chunks = local[where] // size
-            order = np.argsort(chunks, kind="stable")
-            found, begin = np.unique(chunks[order], return_index=True)
-            ends = np.append(begin[1:], len(order))
-            for chunk, first, last in zip(found.tolist(), begin, ends, strict=True):
-                target = where[order[first:last]]
-                held = self._chunk(int(shard), field, chunk, len(target))
-                out[target] = held[local[target] - chunk * size]
+        chunk_rows = self._chunk_rows[field][shard_of]
+        if not chunk_rows.all():
+            for shard in np.unique(shard_of):
+                self._chunk_rows[field, shard] = self._field_file(int(shard), field).chunk_rows
+            chunk_rows = self._chunk_rows[field][shard_of]
+        chunks, offsets = np.divmod(local, chunk_rows)
+        self._caches[field].gather(
+            (shard_of << _CHUNK_BITS) | chunks, offsets, out, partial(self._decode, field)
+        )
 
-    def _chunk(self, shard: int, field: int, number: int, uses: int) -> NDArray[Any]:
-        """The rows of a chunk, of which `uses` are used now; dropped once all have been."""
-        key = (shard, field, number)
-        held = self._chunks.get(key)
-        if held is None:
-            rows = self._decode(shard, field, number)
-            held = self._chunks[key] = _Held(rows, len(rows))
-            self.cached_bytes += rows.nbytes
-        self._chunks.move_to_end(key)
-        held.left -= uses
-        if held.left <= 0 and not self._keeps_all:
-            self._drop(key)
-        while self.cached_bytes > self.cache_limit and len(self._chunks) > 1:
-            self._drop(next(iter(self._chunks)))
-        return held.rows
-
-    def _drop(self, key: tuple[int, int, int]) -> None:
-        self.cached_bytes -= self._chunks.pop(key).rows.nbytes
-
-    def _decode(self, shard: int, field: int, number: int) -> NDArray[Any]:
-        file = self._field_file(shard, field)
+    def _decode(self, field: int, chunk: int) -> NDArray[Any]:
+        """The rows of a chunk, numbered by shard and position."""
+        file = self._field_file(chunk >> _CHUNK_BITS, field)
+        number = chunk & ((1 << _CHUNK_BITS) - 1)
         if file.table is None:
             dataset = self._files.library(file.path)[file.stored.name]
             rows = file.from_library(dataset, number)

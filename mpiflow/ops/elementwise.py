@@ -280,8 +280,9 @@ def subtract(x: Tensor | float, y: Tensor | float) -> Tensor:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return apply(Subtract(), x, y)
     if isinstance(x, Tensor):
-        return add(x, -y)  # type: ignore[operator]
-    return add(scale(y, -1 if not y.dtype.startswith("float") else -1.0), x)  # type: ignore[union-attr, arg-type]
+        return add(x, -y)
+    assert isinstance(y, Tensor) and not isinstance(x, Tensor)
+    return add(scale(y, -1), x)
 
 
 def multiply(x: Tensor, y: Tensor | float) -> Tensor:
@@ -294,7 +295,8 @@ def divide(x: Tensor | float, y: Tensor | float) -> Tensor:
     if not isinstance(y, Tensor):
         if y == 0:
             raise GraphError(f"{x}: division by zero")
-        return scale(x, 1.0 / y)  # type: ignore[arg-type]
+        assert isinstance(x, Tensor)
+        return scale(x, 1.0 / y)
     return apply(Divide(), x, y) if isinstance(x, Tensor) else scale(apply(Reciprocal(), y), x)
 
 

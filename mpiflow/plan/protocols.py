@@ -24,3 +24,6 @@ class Writer(Protocol):
 
     def write(self, variable: str, start: tuple[int, ...], array: Any) -> None:
         """Store `array` as the part of `variable` that begins at `start`."""
+
+    def finish(self) -> None:
+        """All slices of this rank are there: make them last."""

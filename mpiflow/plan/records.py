@@ -107,6 +107,20 @@ class Program:
     seconds: float = 0.0
     data: str = ""
 
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """By task: the tasks that must be done before it, for its inputs or by its `after`.
+
+        A variable is no register: a task that reads one reads its value of before the step.
+        """
+        registers = {register.name for register in self.registers}
+        made_by = {n: task.name for task in self.tasks for n in task.outputs if n in registers}
+        return {
+            task.name: tuple(
+                dict.fromkeys((*(made_by[n] for n in task.inputs if n in made_by), *task.after))
+            )
+            for task in self.tasks
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Field:

@@ -59,6 +59,33 @@ def test_what_is_longer_than_the_limit_goes_in_segments(transport, n):
     np.testing.assert_array_equal(received, np.concatenate(everywhere))
 
 
+class BeforeMPI4:
+    """A communicator of a library that has no persistent collectives."""
+
+    def __init__(self, communicator):
+        self.communicator = communicator
+
+    def __getattr__(self, name):
+        if name.endswith("_init") and not name.startswith(("Send", "Recv")):
+            raise NotImplementedError
+        return getattr(self.communicator, name)
+
+
+def test_a_library_without_persistent_collectives_will_do(transport):
+    group = transport_contract.everyone(transport, "older")
+    group._communicator = BeforeMPI4(group._communicator)
+    size, rank = transport.size, transport.rank
+    whole, own = np.zeros(size), np.zeros(1)
+    gather = group.bind_all_gather(own, whole, (1,) * size)
+    reduce = group.bind_all_reduce(whole)
+    scatter = group.bind_reduce_scatter(whole, own, (1,) * size)
+    for step in range(3):
+        own[:] = rank + step
+        for start in (gather, reduce, scatter):
+            start().wait()
+        assert own[0] == size**2 * (rank + step)
+
+
 def test_the_limit_is_that_of_32_bit_counts(transport):
     assert transport_contract.everyone(transport).limit == 2**31 - 1
 

@@ -286,7 +286,7 @@ def test_a_file_cut_after_it_was_opened_names_field_and_chunk(tmp_path, layout):
     data = look(tmp_path, shuffle=False)
     reader = open_reader(data, tmp_path)
     read(reader, 0)
-    reader._chunks.clear()
+    reader._caches[0].clear()
     with open(tmp_path / "s0.h5", "r+b") as file:
         file.truncate(900)
     with pytest.raises(DataError, match=r"s0\.h5: field 'y', chunk 0 .*could be read"):

@@ -1,0 +1,347 @@
+"""Compile: the steps from a job to a plan, in order.
+
+trace        call the model on symbolic inputs               trace.py
+check        what no single op can see                       graph/check.py
+differentiate  backward pass and updates                     differentiate.py
+precision    dtypes                                          precision.py
+recompute    which activations stay                          recompute.py
+stages       placement                                       stages.py
+signatures   layouts of nodes and variables                  signature.py
+boxing       conversions between layouts, while lowering     boxing.py
+lower        tasks and registers                             lower.py
+fuse         fewer tasks                                     fuse.py
+bucket       fewer collectives                               bucket.py
+schedule     the order of every stream                       schedule.py
+memory       offsets                                         memory.py
+price        predicted seconds                               here, by plan.simulator
+verify       proof                                           plan/verify.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.bucket import bucket
+from mpiflow.compiler.cost import rounded
+from mpiflow.compiler.differentiate import differentiate
+from mpiflow.compiler.fuse import fuse
+from mpiflow.compiler.lower import lower, lower_initialise, lower_save
+from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.memory import plan_memory
+from mpiflow.compiler.precision import check_precision
+from mpiflow.compiler.recompute import keep_activations
+from mpiflow.compiler.schedule import schedule
+from mpiflow.compiler.signature import choose
+from mpiflow.compiler.stages import check_stages
+from mpiflow.compiler.trace import trace
+from mpiflow.errors import CompileError, JobError
+from mpiflow.graph.check import check
+from mpiflow.graph.graph import Graph
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.sbp import Layout, S
+from mpiflow.job import Job
+from mpiflow.plan.records import DataSet, Plan, Program, Settings, Variable
+from mpiflow.plan.simulator import simulate
+from mpiflow.plan.slice import itemsize
+from mpiflow.plan.verify import verify
+from mpiflow.version import __version__
+
+STEPS = (
+    "trace", "check", "differentiate", "precision", "recompute", "stages", "signatures", "lower",
+    "fuse", "bucket", "schedule", "memory", "price", "verify",
+)  # fmt: skip
+"""What `--after` takes; boxing shows in what `lower` gives."""
+
+Observer = Callable[[str, str, Any], None]
+"""Called after a step with its name, the program's, and what it made."""
+
+NUMERICS = "deterministic"
+"""The same plan gives the same bits; sums over ranks depend on how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a job is compiled for."""
+
+    mesh: Mesh
+    machine: Machine
+    device: str = "host"
+
+
+def compile_job(
+    job: Job,
+    data: dict[str, DataSet],
+    target: Target,
+    *,
+    folder: Path | None = None,
+    cache_bytes: Callable[[DataSet, tuple[int, int]], int] = lambda data, rows: 0,
+    observe: Observer = lambda step, program, result: None,
+) -> Plan:
+    """The plan of a job. `data` holds the record of "train" and of each evaluation.
+
+    Lines of the user's program are named relative to `folder`. `cache_bytes` says what reading
+    some rows of each batch keeps in memory.
+    """
+    return _Compiler(job, data, target, folder or Path.cwd(), cache_bytes, observe).plan()
+
+
+class _Compiler:
+    def __init__(
+        self,
+        job: Job,
+        data: dict[str, DataSet],
+        target: Target,
+        folder: Path,
+        cache_bytes: Callable[[DataSet, tuple[int, int]], int],
+        observe: Observer,
+    ) -> None:
+        self.job, self.data, self.target = job, data, target
+        self.mesh, self.machine = target.mesh, target.machine
+        self.folder, self.cache_bytes, self.observe = folder, cache_bytes, observe
+        self.notes: list[str] = []
+
+    def plan(self) -> Plan:
+        check_stages(self.mesh)
+        train = self.data["train"]
+        graph = self._train_graph(train)
+        placed = choose(graph, self.mesh, self.machine)
+        self.observe("signatures", "train", placed)
+        layouts = {name: placed.sources[v.tensor] for name, v in graph.variables.items()}
+        variables = {name: self._variable(graph, name, layouts[name]) for name in layouts}
+
+        programs = [lower_initialise(graph, variables, self.mesh, self.machine)]
+        programs.append(
+            lower(placed, variables, self.mesh, self.machine, data="train", rows=train.batch)
+        )
+        for name in self.job.evaluations:
+            programs += self._evaluations(name, layouts, variables)
+        programs.append(lower_save(variables, self.mesh, self.machine))
+        programs = [self._arrange(program, set(variables)) for program in programs]
+        packed = plan_memory(tuple(variables.values()), tuple(programs))
+        self.observe("memory", "all", packed)
+        return self._finish(graph, packed.variables, packed.programs, packed.nbytes)
+
+    def _train_graph(self, data: DataSet) -> Graph:
+        graph = self._traced("train", data, data.batch, training=True)
+        self.notes += differentiate(graph, self.job.optimizer)
+        self.observe("differentiate", "train", graph)
+        check_precision(graph)
+        self.observe("precision", "train", graph)
+        self.observe("recompute", "train", keep_activations(graph))
+        self.observe("stages", "train", f"one stage on mesh {self.mesh}")
+        return graph
+
+    def _traced(self, program: str, data: DataSet, rows: int, *, training: bool) -> Graph:
+        graph = trace(self.job, data, name=program, rows=rows, training=training)
+        self.observe("trace", program, graph)
+        notes = check(graph)
+        self.observe("check", program, graph)
+        if training:
+            self.notes += notes
+        return graph
+
+    def _evaluations(
+        self, name: str, layouts: dict[str, Layout], variables: dict[str, Variable]
+    ) -> list[Program]:
+        """A program for the full batches of an evaluation, one for the rows that are left."""
+        data = self.data[name]
+        base = evaluation_program(name)
+        tail = data.rows % data.batch
+        sizes = [(base, data.batch)] if data.rows >= data.batch else []
+        sizes += [(f"{base}_tail", tail)] if tail else []
+        programs = []
+        for program, rows in sizes:
+            graph = self._traced(program, data, rows, training=False)
+            _same_variables(graph, variables)
+            placed = choose(graph, self.mesh, self.machine, layouts)
+            self.observe("signatures", program, placed)
+            programs.append(lower(placed, variables, self.mesh, self.machine, data=name, rows=rows))
+        return programs
+
+    def _arrange(self, program: Program, variables: set[str]) -> Program:
+        self.observe("lower", program.name, program)
+        program = fuse(program, variables)
+        self.observe("fuse", program.name, program)
+        program = bucket(program, self.mesh, self.machine)
+        self.observe("bucket", program.name, program)
+        program = schedule(program)
+        self.observe("schedule", program.name, program)
+        return self._relative(program)
+
+    def _relative(self, program: Program) -> Program:
+        """Prices rounded, and lines named from the job's folder: equal on every machine."""
+        return replace(
+            program,
+            tasks=tuple(
+                replace(t, seconds=rounded(t.seconds), where=relative_line(t.where, self.folder))
+                for t in program.tasks
+            ),
+        )
+
+    def _variable(self, graph: Graph, name: str, layout: Layout) -> Variable:
+        variable = graph.variables[name]
+        tensor = variable.tensor
+        nbytes = prod(local_shape(tensor.shape, layout, self.mesh)) * itemsize(tensor.dtype)
+        return Variable(
+            name, tensor.shape, tensor.dtype, layout, 0, nbytes,
+            trainable=variable.trainable, where=relative_line(tensor.where, self.folder),
+        )  # fmt: skip
+
+    def _finish(
+        self,
+        graph: Graph,
+        variables: tuple[Variable, ...],
+        programs: tuple[Program, ...],
+        nbytes: int,
+    ) -> Plan:
+        train = self.data["train"]
+        self._check_batches(programs)
+        dropped = train.rows % train.batch
+        if dropped:
+            self.notes.append(
+                f"training drops the incomplete last batch: {dropped} of {train.rows} rows an epoch"
+            )
+        plan = Plan(
+            job=self.job.name,
+            version=__version__,
+            numpy=np.__version__,
+            mesh=self.mesh,
+            device=self.target.device,
+            machine=self.machine.name,
+            numerics=NUMERICS,
+            seed=self.job.seed,
+            identity=identity(self.job, graph, train),
+            variables=variables,
+            arenas=(("host", nbytes),),
+            process_bytes=self._process_bytes(programs, nbytes),
+            data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
+            settings=self._settings(train),
+            programs=programs,
+            notes=tuple(relative_line(note, self.folder) for note in self.notes),
+        )
+        plan = priced(plan)
+        self.observe("price", "all", plan)
+        verify(plan)
+        self.observe("verify", "all", f"plan of {self.job.name}: proven")
+        return plan
+
+    def _check_batches(self, programs: tuple[Program, ...]) -> None:
+        """Every rank that splits a training batch must get a row of it."""
+        for program in programs:
+            if not program.data or program.name.endswith("_tail"):
+                continue
+            for register in program.registers:
+                parts = prod(
+                    size
+                    for sbp, size in zip(register.layout, self.mesh.sizes, strict=True)
+                    if sbp == S(0)
+                )
+                if register.slots > 1 and register.shape[0] < parts:
+                    raise CompileError(
+                        f"data set {program.data!r}: a batch of {register.shape[0]} rows is"
+                        f" smaller than the {parts} ranks that split it; give it a batch of"
+                        f" {parts} or more, or use fewer ranks"
+                    )
+
+    def _process_bytes(self, programs: tuple[Program, ...], arena: int) -> int:
+        cached: dict[str, int] = {}
+        for program in programs:
+            reads = [r for r in program.registers if r.slots > 1]
+            if reads and program.data not in cached:
+                rows = local_shape(reads[0].shape, reads[0].layout, self.mesh)[0]
+                cached[program.data] = self.cache_bytes(self.data[program.data], (0, rows))
+        return self.machine.process_bytes + arena + sum(cached.values())
+
+    def _settings(self, train: DataSet) -> Settings:
+        job = self.job
+        best = job.best
+        metric = best.metric if best else ""
+        if metric and "." not in metric:
+            metric = f"{next(iter(job.evaluations))}.{metric}"
+        return Settings(
+            epochs=job.epochs,
+            steps_per_epoch=train.rows // train.batch,
+            save_steps=job.save.steps,
+            save_epochs=job.save.epochs,
+            save_minutes=job.save.minutes,
+            keep=job.save.keep,
+            evaluate_steps=job.evaluate_every.steps if job.evaluations else 0,
+            evaluate_epochs=job.evaluate_every.epochs if job.evaluations else 0,
+            best=metric,
+            mode=best.mode if best else "max",
+            patience=best.patience if best else 0,
+        )
+
+
+def evaluation_program(name: str) -> str:
+    """The program that evaluates a data set; "_tail" is added for its last rows."""
+    return "evaluate" if name == "evaluate" else f"evaluate.{name}"
+
+
+def priced(plan: Plan) -> Plan:
+    """The plan with the predicted seconds of every program's step."""
+    programs = tuple(
+        replace(p, seconds=rounded(simulate(plan, p.name).step_seconds)) if p.tasks else p
+        for p in plan.programs
+    )
+    return replace(plan, programs=programs)
+
+
+def identity(job: Job, graph: Graph, train: DataSet) -> tuple[tuple[str, str], ...]:
+    """What is computed, by section; nothing of ranks, mesh, machine, device or file names."""
+    fields = ", ".join(f"{f.name} {f.dtype}{list(f.shape)}" for f in train.fields)
+    variables = "; ".join(str(v.tensor) for v in graph.variables.values())
+    return (
+        ("batch", str(train.batch)),
+        ("data", f"{train.rows} rows, fingerprint {train.fingerprint or 'none (declared)'}"),
+        ("fields", fields),
+        ("model", hashlib.sha256(str(graph).encode()).hexdigest()),
+        ("numerics", NUMERICS),
+        ("optimizer", repr(job.optimizer)),
+        ("order", f"shuffle={train.shuffle} seed={train.seed} lanes={train.lanes}"
+                  f" window={train.window}"),
+        ("seed", str(job.seed)),
+        ("variables", variables),
+    )  # fmt: skip
+
+
+def _same_variables(graph: Graph, variables: dict[str, Variable]) -> None:
+    for name, variable in graph.variables.items():
+        trained = variables.get(name)
+        tensor = variable.tensor
+        if trained is None:
+            raise JobError(
+                f"{graph.name} makes variable {name!r}, which training does not have; names must"
+                f" be the same in both traces\n  {tensor.where}"
+            )
+        if (trained.shape, trained.dtype) != (tensor.shape, tensor.dtype):
+            raise JobError(
+                f"variable {name!r} is {trained.dtype}{list(trained.shape)} in training and"
+                f" {tensor.dtype}{list(tensor.shape)} in {graph.name}\n  {tensor.where}"
+            )
+    if graph.assigns:
+        raise JobError(f"{graph.name} assigns {next(iter(graph.assigns))}; only training may")
+
+
+_LINE = re.compile(r"(\S*[/\\])?([^/\\\s]+\.py:\d+)")
+
+
+def relative_line(text: str, folder: Path) -> str:
+    """`text` with file names relative to the job's folder, or bare where they lie elsewhere."""
+
+    def shorten(match: re.Match[str]) -> str:
+        path = match.group(0)
+        relative = os.path.relpath(path, folder) if os.path.isabs(path) else path
+        return match.group(2) if relative.startswith("..") else Path(relative).as_posix()
+
+    return _LINE.sub(shorten, text)

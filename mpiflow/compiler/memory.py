@@ -1,0 +1,310 @@
+"""Step 13: an offset in the arena for every buffer.
+
+    [ variables | read slots and staging | what programs use and reuse, one after another ]
+
+Lifetimes are intervals of positions in the compute stream, and hold for every timing: a buffer that
+another stream uses is live from the last compute task that must be done before that use, to the
+first compute task that must wait for its end. Read slots and the staging of saves live beyond a
+step, so each program has its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from mpiflow.graph.op import build_op
+from mpiflow.plan.records import COMPUTE, READ, WRITE, Program, Register, Task, Variable
+
+ALIGNMENT = 64
+"""Bytes: a cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Buffers that are placed together: `parts` are (register, offset within the block)."""
+
+    parts: tuple[tuple[str, int], ...]
+    nbytes: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Programs and variables with offsets. `lower_bound` is what live buffers alone would need."""
+
+    variables: tuple[Variable, ...]
+    programs: tuple[Program, ...]
+    nbytes: int
+    lower_bound: int
+
+    def __str__(self) -> str:
+        ratio = self.nbytes / max(self.lower_bound, 1)
+        lines = [f"arena: {self.nbytes} bytes, {ratio:.3f} x the lower bound"]
+        for program in self.programs:
+            lines.append(f"  program {program.name}")
+            lines += [
+                f"    {r.offset:>12} +{r.nbytes:<10} x{r.slots} {r.name}" for r in program.registers
+            ]
+        return "\n".join(lines)
+
+
+def plan_memory(variables: tuple[Variable, ...], programs: tuple[Program, ...]) -> Packed:
+    """Give every variable, register and workspace its offset."""
+    cursor = 0
+    placed = []
+    for variable in variables:
+        placed.append(replace(variable, offset=cursor))
+        cursor = _align(cursor + variable.nbytes)
+    lasting: list[dict[str, int]] = []
+    for program in programs:
+        offsets = {}
+        for register in _lasting(program):
+            offsets[register.name] = cursor
+            cursor = _align(cursor + register.nbytes * register.slots)
+        lasting.append(offsets)
+    bound = cursor
+    finished = []
+    for program, offsets in zip(programs, lasting, strict=True):
+        program = share_inputs(program, {v.name for v in variables})
+        blocks = blocks_of(program, set(offsets))
+        places, least = pack(blocks)
+        for block, place in zip(blocks, places, strict=True):
+            offsets.update((name, cursor + place + inner) for name, inner in block.parts)
+        finished.append(_with_offsets(program, offsets))
+        bound = max(bound, cursor + least)
+    return Packed(tuple(placed), tuple(finished), _top(placed, finished), bound)
+
+
+def _top(variables: list[Variable], programs: list[Program]) -> int:
+    """How far into the arena anything reaches: the predicted peak."""
+    registers = [*variables, *(r for p in programs for r in p.registers)]
+    ends = [r.offset + r.nbytes * r.slots for r in registers]
+    return max([*ends, *(sum(t.workspace) for p in programs for t in p.tasks)], default=0)
+
+
+def _lasting(program: Program) -> list[Register]:
+    names = {n for t in program.tasks if t.stream == READ for n in t.outputs}
+    names |= {n for t in program.tasks if t.stream == WRITE for n in t.inputs}
+    return [r for r in program.registers if r.name in names]
+
+
+def _with_offsets(program: Program, offsets: dict[str, int]) -> Program:
+    return replace(
+        program,
+        registers=tuple(replace(r, offset=offsets[r.name]) for r in program.registers),
+        tasks=tuple(
+            replace(t, workspace=(offsets[_scratch(t)], t.workspace[1])) if t.workspace[1] else t
+            for t in program.tasks
+        ),
+    )
+
+
+def _scratch(task: Task) -> str:
+    return f"\0{task.name}"
+
+
+class _Times:
+    """When tasks start and are known to be done, in positions of the compute stream.
+
+    Compute task i has time 2i. A task of another stream starts after the last compute task that
+    it depends on, at an odd time, and is done just before the first compute task that waits for it.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.tasks = {task.name: task for task in program.tasks}
+        order = dict(program.order)
+        self.end = 2 * len(order.get(COMPUTE, ())) + 1
+        self.start: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+        for position, index in enumerate(order.get(COMPUTE, ())):
+            name = program.tasks[index].name
+            self.start[name] = self.done[name] = 2 * position
+        followers: dict[str, list[str]] = {task.name: [] for task in program.tasks}
+        before = {name: list(needs) for name, needs in program.needs().items()}
+        for stream, indices in order.items():
+            names = [program.tasks[i].name for i in indices]
+            if stream != COMPUTE:
+                for first, second in pairwise(names):
+                    before[second].append(first)
+        for name, needs in before.items():
+            for need in needs:
+                followers[need].append(name)
+        for task in program.tasks:
+            self._start_of(task.name, before)
+        for task in program.tasks:
+            self._done_of(task.name, followers)
+
+    def _start_of(self, name: str, before: dict[str, list[str]]) -> int:
+        if name not in self.start:
+            latest = max((self._start_of(n, before) for n in before[name]), default=-1)
+            self.start[name] = latest + 1 if latest % 2 == 0 else latest
+        return self.start[name]
+
+    def _done_of(self, name: str, followers: dict[str, list[str]]) -> int:
+        if name not in self.done:
+            ends = [
+                self.start[f] - 1 if f in self.done and self.start[f] == self.done[f]
+                else self._done_of(f, followers)
+                for f in followers[name]
+            ]  # fmt: skip
+            self.done[name] = min(ends, default=self.end)
+        return self.done[name]
+
+
+def share_inputs(program: Program, variables: set[str]) -> Program:
+    """Let outputs take over the memory of an input that nobody needs any more."""
+    times = _Times(program)
+    registers = {r.name: r for r in program.registers}
+    reserved = {r.name for r in _lasting(program)} | {o.register for o in program.outputs}
+    readers: dict[str, list[Task]] = {}
+    for task in program.tasks:
+        for name in task.inputs:
+            readers.setdefault(name, []).append(task)
+    for name, register in registers.items():
+        if register.aliases:  # an in-place collective keeps its pair to itself
+            reserved.update((name, register.aliases))
+    for task in program.tasks:
+        if task.kind != "compute":
+            continue
+        for i, j in build_op(task.op, task.attributes).inplace:
+            source, target = task.inputs[i], task.outputs[j]
+            if {source, target} & (variables | reserved) or registers[target].aliases:
+                continue
+            last = all(times.done[t.name] <= times.start[task.name] for t in readers[source])
+            if last and _same_memory(registers[source], registers[target]):
+                registers[target] = replace(registers[target], aliases=source)
+    return replace(program, registers=tuple(registers.values()))
+
+
+def _same_memory(a: Register, b: Register) -> bool:
+    return (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout)
+
+
+def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
+    """What has to be placed: registers with those that share their memory, buckets, workspaces."""
+    times = _Times(program)
+    registers = {r.name: r for r in program.registers}
+    root = {name: _root(registers, name) for name in registers}
+    life: dict[str, tuple[int, int]] = {}
+    for task in program.tasks:
+        for name in task.outputs:
+            if name in registers:
+                _extend(life, root[name], times.start[task.name], times.done[task.name])
+        for name in task.inputs:
+            if name in registers:
+                _extend(life, root[name], times.start[task.name], times.done[task.name])
+    for output in program.outputs:
+        _extend(life, root[output.register], times.end, times.end)
+    joined = {n: t.inputs for t in program.tasks if len(t.outputs) > 1 and t.kind == "collective"
+              for n in t.inputs}  # fmt: skip
+    blocks = []
+    seen: set[str] = set()
+    for name in registers:
+        first = root[name]
+        if first in lasting or first in seen:
+            continue
+        members = [root[n] for n in joined.get(first, (first,))]
+        seen.update(members)
+        blocks.append(_block(members, registers, root, life))
+    for task in program.tasks:
+        if task.workspace[1]:
+            start, stop = times.start[task.name], times.done[task.name]
+            blocks.append(Block(((_scratch(task), 0),), task.workspace[1], start, stop))
+    return blocks
+
+
+def _root(registers: dict[str, Register], name: str) -> str:
+    while registers[name].aliases:
+        name = registers[name].aliases
+    return name
+
+
+def _extend(life: dict[str, tuple[int, int]], name: str, start: int, stop: int) -> None:
+    first, last = life.get(name, (start, stop))
+    life[name] = min(first, start), max(last, stop)
+
+
+def _block(
+    members: list[str],
+    registers: dict[str, Register],
+    root: dict[str, str],
+    life: dict[str, tuple[int, int]],
+) -> Block:
+    parts: list[tuple[str, int]] = []
+    offset = 0
+    for member in members:
+        parts += [(name, offset) for name in registers if root[name] == member]
+        offset += registers[member].nbytes
+    starts, stops = zip(*(life[member] for member in members), strict=True)
+    return Block(tuple(parts), offset, min(starts), max(stops))
+
+
+def pack(blocks: list[Block]) -> tuple[list[int], int]:
+    """Offsets that keep blocks apart that live at once, and the lower bound of the size.
+
+    Greedy best fit in several orders, the best kept (a portfolio, after TFLite and XLA).
+    """
+    bound = _largest_live_set(blocks)
+    orders = (
+        lambda b: (-b.nbytes, b.start),
+        lambda b: (-b.nbytes * (b.stop - b.start + 1), b.start),
+        lambda b: (b.start - b.stop, -b.nbytes),
+        lambda b: (b.start, -b.nbytes),
+    )
+    best: tuple[list[int], int] | None = None
+    for order in orders:
+        ranked = sorted(range(len(blocks)), key=lambda i: (order(blocks[i]), i))
+        places, used = _place(blocks, ranked)
+        if best is None or used < best[1]:
+            best = places, used
+        if best[1] == bound:
+            break
+    assert best is not None
+    return best[0], bound
+
+
+def _place(blocks: list[Block], ranked: list[int]) -> tuple[list[int], int]:
+    places = [0] * len(blocks)
+    done: list[int] = []
+    top = 0
+    for i in ranked:
+        block = blocks[i]
+        size = _align(block.nbytes)
+        near = sorted(
+            (places[j], places[j] + _align(blocks[j].nbytes))
+            for j in done
+            if blocks[j].start <= block.stop and block.start <= blocks[j].stop
+        )
+        places[i] = _best_gap(near, size)
+        top = max(top, places[i] + size)
+        done.append(i)
+    return places, top
+
+
+def _best_gap(occupied: list[tuple[int, int]], size: int) -> int:
+    """The start of the smallest gap that is large enough, else the first free byte above."""
+    best, best_size, cursor = -1, 0, 0
+    for start, stop in occupied:
+        gap = start - cursor
+        if gap >= size and (best < 0 or gap < best_size):
+            best, best_size = cursor, gap
+        cursor = max(cursor, stop)
+    return best if best >= 0 else cursor
+
+
+def _largest_live_set(blocks: list[Block]) -> int:
+    changes: dict[int, int] = {}
+    for block in blocks:
+        changes[block.start] = changes.get(block.start, 0) + _align(block.nbytes)
+        changes[block.stop + 1] = changes.get(block.stop + 1, 0) - _align(block.nbytes)
+    live = largest = 0
+    for time in sorted(changes):
+        live += changes[time]
+        largest = max(largest, live)
+    return largest
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

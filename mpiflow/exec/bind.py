@@ -1,0 +1,229 @@
+"""Bind: from a program to ready-made calls on arrays that exist.
+
+What a step does on one rank is a list of calls in a fixed order: kernels as the compute stream
+fires them, collectives started as soon as their inputs are there and waited for just before their
+first consumer, read slots waited for and given back. Nothing is looked up while a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpiflow.errors import PlanError
+from mpiflow.exec.arena import Arena
+from mpiflow.exec.collective import Collective, bind_collective
+from mpiflow.exec.transport import Group
+from mpiflow.graph.op import OUT, build_op
+from mpiflow.plan.records import COMPUTE, READ, Program, Register, Task
+from mpiflow.plan.slice import RankPlan
+
+Call = Callable[[], Any]
+
+
+class Shard:
+    """What a kernel sees of the plan; see `graph.op.ShardView`."""
+
+    __slots__ = ("_first", "_starts", "work", "xp")
+
+    def __init__(
+        self,
+        xp: Any,
+        work: np.ndarray | None,
+        starts: dict[int | str, tuple[int, ...]],
+        first: bool,
+    ) -> None:
+        self.xp, self.work, self._starts, self._first = xp, work, starts, first
+
+    def start(self, operand: int | str, dim: int) -> int:
+        """The logical index at which `dim` of an input, or of the output, begins."""
+        return self._starts[operand][dim]
+
+    def first(self) -> bool:
+        """Whether this rank is the first along the task's axis."""
+        return self._first
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The calls of one step for one phase of the slots; `tasks` names the task of each."""
+
+    calls: tuple[Call, ...]
+    tasks: tuple[Task, ...]
+
+
+class Binder:
+    """Makes the calls of one program on one rank."""
+
+    def __init__(
+        self,
+        program: Program,
+        registers: dict[str, Register],
+        rank: RankPlan,
+        arena: Arena,
+        groups: dict[str, Group],
+        check: Callable[[], None],
+    ) -> None:
+        self.program, self.registers, self.rank = program, registers, rank
+        self.arena, self.groups, self.check = arena, groups, check
+        self.phases = max((r.slots for r in program.registers), default=1)
+        if any(r.slots not in (1, self.phases) for r in program.registers):
+            raise PlanError(f"program {program.name} has registers of different slot counts")
+
+    def views(self, phase: int) -> dict[str, np.ndarray]:
+        """An array for every register and variable, in the slot of this phase."""
+        return {
+            name: self.arena.view(
+                register.offset + phase % register.slots * register.nbytes,
+                self.rank.shape(register),
+                register.dtype,
+            )
+            for name, register in self.registers.items()
+        }
+
+    def step(self, phase: int, wait_read: Call, give_back: Call) -> Step:
+        """The calls of a step in this phase."""
+        walk = _Walk(self, self.views(phase), wait_read, give_back)
+        walk.run()
+        return Step(tuple(walk.calls), tuple(walk.tasks))
+
+    def kernel(self, task: Task, views: dict[str, np.ndarray]) -> Call:
+        """A compute task as a call without arguments."""
+        op = build_op(task.op, task.attributes)
+        starts: dict[int | str, tuple[int, ...]] = {
+            i: self._start(name) for i, name in enumerate(task.inputs)
+        }
+        starts[OUT] = self._start(task.outputs[0])
+        offset, nbytes = task.workspace
+        work = self.arena.scratch(offset, nbytes) if nbytes else None
+        axis = self.rank.mesh.index(task.axis) if task.axis else 0
+        shard = Shard(np, work, starts, not self.rank.coordinates[axis])
+        outs = tuple(views[name] for name in task.outputs)
+        inputs = (views[name] for name in task.inputs)
+        return partial(op.kernel, shard, outs[0] if len(outs) == 1 else outs, *inputs)
+
+    def _start(self, name: str) -> tuple[int, ...]:
+        return tuple(start for start, _ in self.rank.box(self.registers[name]))
+
+
+class _Walk:
+    """Merges the streams that one thread serves into one list of calls."""
+
+    def __init__(
+        self, binder: Binder, views: dict[str, np.ndarray], wait_read: Call, give_back: Call
+    ) -> None:
+        self.binder, self.views = binder, views
+        self.wait_read, self.give_back = wait_read, give_back
+        program = binder.program
+        self.tasks_by_name = {task.name: task for task in program.tasks}
+        self.needs = program.needs()
+        order = dict(program.order)
+        self.compute = [program.tasks[i] for i in order.get(COMPUTE, ())]
+        self.queues = {
+            stream: [program.tasks[i] for i in indices]
+            for stream, indices in order.items()
+            if stream.startswith("comm.")
+        }
+        self.reads = {t.name: t for t in program.tasks if t.stream == READ}
+        self.started: dict[str, list[tuple[Task, Collective]]] = {s: [] for s in self.queues}
+        self.done: set[str] = set()
+        self.calls: list[Call] = []
+        self.tasks: list[Task] = []
+
+    def run(self) -> None:
+        """Walk the compute stream; what is left of the others follows."""
+        last_use = self._last_reader()
+        for task in self.compute:
+            for name in self.needs[task.name]:
+                self._complete(name)
+            self._emit(task, self.binder.kernel(task, self.views))
+            self.done.add(task.name)
+            self._start_ready()
+            if task.name == last_use:
+                self._emit(task, self.give_back)
+        for stream, queue in self.queues.items():
+            while queue or self.started[stream]:
+                self._complete((queue or [self.started[stream][-1][0]])[-1].name)
+        if self.reads and not last_use:
+            self._give_back_at_end()
+
+    def _give_back_at_end(self) -> None:
+        task = next(iter(self.reads.values()))
+        self._complete(task.name)
+        self._emit(task, self.give_back)
+
+    def _last_reader(self) -> str:
+        """The last compute task that uses a read register; '' where another stream does."""
+        made = {name for task in self.reads.values() for name in task.outputs}
+        users = [t for t in self.tasks_by_name.values() if made & set(t.inputs)]
+        if any(t.stream != COMPUTE for t in users):
+            return ""
+        names = [t.name for t in self.compute if made & set(t.inputs)]
+        return names[-1] if names else ""
+
+    def _emit(self, task: Task, call: Call) -> None:
+        self.calls.append(call)
+        self.tasks.append(task)
+
+    def _complete(self, name: str) -> None:
+        """Emit what it takes for a task to be done."""
+        if name in self.done:
+            return
+        task = self.tasks_by_name[name]
+        if task.stream == READ:
+            self._emit(task, self.wait_read)
+            self.done.add(name)
+            return
+        queue = self.queues[task.stream]
+        while task in queue:
+            self._start(queue[0])
+        self._wait_up_to(task)
+
+    def _start_ready(self) -> None:
+        """Start every collective whose turn it is and whose inputs are there."""
+        for queue in self.queues.values():
+            while queue and all(name in self.done for name in self.needs[queue[0].name]):
+                self._start(queue[0])
+
+    def _start(self, task: Task) -> None:
+        for name in self.needs[task.name]:
+            self._complete(name)
+        running = self.started[task.stream]
+        for earlier, _ in list(running):
+            if self._touch(earlier, task):
+                self._wait_up_to(earlier)
+        binder = self.binder
+        collective = bind_collective(
+            task, binder.rank, binder.registers, self.views, binder.arena, binder.groups[task.axis]
+        )
+        self.queues[task.stream].remove(task)
+        running.append((task, collective))
+        self._emit(task, collective.start)
+
+    def _wait_up_to(self, task: Task) -> None:
+        """Wait for a collective and all before it on its stream, in order."""
+        running = self.started[task.stream]
+        while task.name not in self.done:
+            first, collective = running.pop(0)
+            self._emit(first, partial(collective.wait, self.binder.check))
+            self.done.add(first.name)
+
+    def _touch(self, a: Task, b: Task) -> bool:
+        """Whether two tasks use the same memory, so that they may not overlap in time."""
+        return any(
+            x < b_stop and b_start < x_stop
+            for x, x_stop in self._memory(a)
+            for b_start, b_stop in self._memory(b)
+        )
+
+    def _memory(self, task: Task) -> list[tuple[int, int]]:
+        spans = [
+            (r.offset, r.offset + r.nbytes * r.slots)
+            for r in (self.binder.registers[n] for n in (*task.inputs, *task.outputs))
+        ]
+        offset, nbytes = task.workspace
+        return [*spans, (offset, offset + nbytes)]

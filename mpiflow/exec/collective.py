@@ -1,0 +1,166 @@
+"""Collectives on shards: what has to be packed before and unpacked after, bound once.
+
+A shard's dims other than the first are not contiguous across ranks, so such pieces go through the
+task's workspace; everything else moves straight between registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+
+from mpiflow.exec.arena import Arena
+from mpiflow.exec.transport import Group, Request
+from mpiflow.graph.sbp import Box
+from mpiflow.plan.records import Register, Task
+from mpiflow.plan.slice import RankPlan, itemsize, reduced_elements
+
+Copy = tuple[np.ndarray, np.ndarray]
+"""Destination and source."""
+
+
+class Collective:
+    """One collective of one rank; `start` it, then `wait` for it."""
+
+    __slots__ = ("_after", "_before", "_request", "_start")
+
+    def __init__(self, start: Callable[[], Request], before: list[Copy], after: list[Copy]) -> None:
+        self._start, self._before, self._after = start, before, after
+        self._request: Request | None = None
+
+    def start(self) -> None:
+        """Pack and begin."""
+        for target, source in self._before:
+            np.copyto(target, source)
+        self._request = self._start()
+
+    def wait(self, check: Callable[[], None] | None) -> None:
+        """Until it is over and unpacked."""
+        assert self._request is not None
+        self._request.wait(check)
+        self._request = None
+        for target, source in self._after:
+            np.copyto(target, source)
+
+
+def bind_collective(
+    task: Task,
+    rank: RankPlan,
+    registers: dict[str, Register],
+    views: dict[str, np.ndarray],
+    arena: Arena,
+    group: Group,
+) -> Collective:
+    """Prepare a collective task on the views of its registers."""
+    source, target = registers[task.inputs[0]], registers[task.outputs[0]]
+    send, receive = views[source.name], views[target.name]
+    axis = rank.mesh.index(task.axis)
+    peers = [rank.peer(task.axis, index) for index in range(rank.mesh.sizes[axis])]
+    counts = rank.counts(task, registers)
+    match task.op:
+        case "all_reduce":
+            return _all_reduce(task, rank, registers, views, arena, group)
+        case "all_gather":
+            boxes = [peer.box(source) for peer in peers]
+            flat, pieces = _pieces(task, arena, receive, rank.box(target), boxes)
+            after = [(part, piece) for piece, part in pieces]
+            return Collective(group.bind_all_gather(_flat(send), flat, counts), [], after)
+        case "reduce_scatter":
+            boxes = [peer.box(target) for peer in peers]
+            flat, pieces = _pieces(task, arena, send, rank.box(source), boxes)
+            start = group.bind_reduce_scatter(
+                flat, _flat(receive), counts, task.attributes["reduce"]
+            )
+            return Collective(start, pieces, [])
+    return _all_to_all(task, rank, source, target, send, receive, peers, arena, group)
+
+
+def _all_reduce(
+    task: Task,
+    rank: RankPlan,
+    registers: dict[str, Register],
+    views: dict[str, np.ndarray],
+    arena: Arena,
+    group: Group,
+) -> Collective:
+    """In place over the whole bucket; a copy first where the input is still needed."""
+    members = [registers[name] for name in task.inputs]
+    target = registers[task.outputs[0]]
+    before: list[Copy] = []
+    if len(members) == 1:
+        buffer = _flat(views[target.name])
+        if not target.aliases:
+            before.append((buffer, _flat(views[members[0].name])))
+    else:
+        elements = reduced_elements(members, rank)
+        buffer = arena.view(members[0].offset, (elements,), target.dtype)
+    return Collective(group.bind_all_reduce(buffer, task.attributes["reduce"]), before, [])
+
+
+def _all_to_all(
+    task: Task,
+    rank: RankPlan,
+    source: Register,
+    target: Register,
+    send: np.ndarray,
+    receive: np.ndarray,
+    peers: list[RankPlan],
+    arena: Arena,
+    group: Group,
+) -> Collective:
+    mine, wanted = rank.box(source), rank.box(target)
+    leaving = [_common(mine, peer.box(target)) for peer in peers]
+    coming = [_common(peer.box(source), wanted) for peer in peers]
+    offset, width = task.workspace[0], itemsize(source.dtype)
+    out, before = _staged(arena, offset, send, mine, leaving)
+    back, after = _staged(arena, offset + source.nbytes, receive, wanted, coming)
+    assert source.nbytes >= out.size * width
+    start = group.bind_all_to_all(
+        out, [_elements(box) for box in leaving], back, [_elements(box) for box in coming]
+    )
+    return Collective(start, before, [(part, piece) for piece, part in after])
+
+
+def _pieces(
+    task: Task, arena: Arena, whole: np.ndarray, base: Box, boxes: list[Box]
+) -> tuple[np.ndarray, list[Copy]]:
+    """The whole as one flat run of its pieces: itself if the first dim is cut, else staged."""
+    if not task.attributes["dim"]:
+        return _flat(whole), []
+    return _staged(arena, task.workspace[0], whole, base, boxes)
+
+
+def _staged(
+    arena: Arena, offset: int, whole: np.ndarray, base: Box, boxes: list[Box]
+) -> tuple[np.ndarray, list[Copy]]:
+    """Scratch memory for the pieces one after another, each paired with its place in `whole`."""
+    total = sum(map(_elements, boxes))
+    flat = arena.view(offset, (total,), whole.dtype.name)
+    copies: list[Copy] = []
+    first = 0
+    for box in boxes:
+        shape = tuple(stop - start for start, stop in box)
+        part = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, base, strict=True))
+        piece = flat[first : first + prod(shape)].reshape(shape)
+        if piece.size:
+            copies.append((piece, whole[part]))
+        first += prod(shape)
+    return flat, copies
+
+
+def _common(a: Box, b: Box) -> Box:
+    """The intersection, of size 0 in every dim that does not meet."""
+    pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    box = tuple((start, max(start, stop)) for start, stop in pairs)
+    empty = any(start == stop for start, stop in box)
+    return tuple((x[0], x[0]) for x in a) if empty else box
+
+
+def _elements(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1)

@@ -1,0 +1,210 @@
+"""Session: one rank's slice of a plan, bound and ready to step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from operator import length_hint
+
+import numpy as np
+
+from mpiflow.errors import MpiflowError, PlanError, TaskError
+from mpiflow.exec.arena import Arena
+from mpiflow.exec.bind import Binder, Step
+from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
+from mpiflow.exec.transport import Group, Transport
+from mpiflow.graph.sbp import Box, Broadcast
+from mpiflow.plan.protocols import Reader, Writer
+from mpiflow.plan.records import READ, WRITE, Plan, Program, Register
+from mpiflow.plan.slice import slice_plan
+from mpiflow.plan.store import digest
+from mpiflow.plan.verify import verify
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A program ready to run. `firings` counts its steps; phases repeat."""
+
+    program: Program
+    steps: list[Step]
+    outputs: list[tuple[str, np.ndarray]]
+    read: ReadTask | None
+    firings: int = 0
+
+
+def _plain_thread(name: str, function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+class Session:
+    """Runs programs of a plan on this rank. Made and closed on all ranks together.
+
+    `readers` gives a reader for each data set of the plan. `start_thread` starts the threads that
+    read and write, and sees to it that what they raise reaches this one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        readers: dict[str, Reader] | None = None,
+        *,
+        start_thread: Callable[[str, Callable[[], None]], threading.Thread] = _plain_thread,
+    ) -> None:
+        """Collective."""
+        if transport.size != plan.mesh.size:
+            raise PlanError(f"the plan is for {plan.mesh.size} ranks, there are {transport.size}")
+        verify(plan)
+        transport.check_same("plan digest", digest(plan))
+        self.plan, self.transport = plan, transport
+        self.rank = slice_plan(plan, transport.rank)
+        self.groups: dict[str, Group] = {
+            axis: transport.group(self.rank.members(axis), axis) for axis in plan.mesh.names
+        }
+        self.arena = Arena(dict(plan.arenas)["host"])
+        self.reads = ReadStream(start_thread, self._check)
+        self.writes = WriteStream(start_thread, self._check)
+        self.variables = {
+            v.name: self.arena.view(v.offset, self.rank.shape(v), v.dtype) for v in plan.variables
+        }
+        self._readers = readers or {}
+        self._programs = {p.name: self._bind(p) for p in plan.programs}
+
+    def _check(self) -> None:
+        if self.transport.check is not None:
+            self.transport.check()
+
+    def _bind(self, program: Program) -> _Bound:
+        binder = Binder(
+            program,
+            self.plan.tensors(program),
+            self.rank,
+            self.arena,
+            self.groups,
+            self._check,
+        )
+        views = [binder.views(phase) for phase in range(binder.phases)]
+        bound = _Bound(program, [], [], self._read_task(program, views))
+        if bound.read is None:
+            ready, back = _nothing, _nothing
+        else:
+            ready, back = self._handshakes(bound, bound.read)
+        bound.steps += [binder.step(phase, ready, back) for phase in range(binder.phases)]
+        bound.outputs += [(o.name, views[0][o.register]) for o in program.outputs]
+        return bound
+
+    def _handshakes(
+        self, bound: _Bound, read: ReadTask
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        def ready() -> None:
+            self.reads.wait(read, bound.firings)
+
+        def give_back() -> None:
+            self.reads.acknowledge(read)
+
+        return ready, give_back
+
+    def _read_task(self, program: Program, views: list[dict[str, np.ndarray]]) -> ReadTask | None:
+        task = next((t for t in program.tasks if t.stream == READ), None)
+        if task is None or program.data not in self._readers:
+            return None
+        registers = {r.name: r for r in program.registers}
+        spans = {self.rank.box(registers[name])[0] for name in task.outputs}
+        if len(spans) > 1:
+            raise PlanError(f"{task.name}: fields are split in different ways: {sorted(spans)}")
+        fields = task.attributes["fields"]
+        return ReadTask(
+            task.name,
+            self._readers[program.data],
+            spans.pop(),
+            [dict(zip(fields, (v[n] for n in task.outputs), strict=True)) for v in views],
+            {f: n for f, n in zip(fields, task.attributes.get("limits", ()), strict=False) if n},
+            self.transport.name,
+        )
+
+    def has(self, program: str) -> bool:
+        """Whether the plan has such a program."""
+        return program in self._programs
+
+    def expect(self, program: str, steps: Iterable[int]) -> None:
+        """Let the read stream begin on these steps."""
+        read = self._programs[program].read
+        if read is not None:
+            self.reads.expect(read, steps)
+
+    def forget(self, program: str) -> None:
+        """Drop steps that were expected but will not run."""
+        bound = self._programs[program]
+        if bound.read is not None:
+            self.reads.forget(bound.read)
+            bound.firings = bound.read.filled
+
+    def run(self, program: str, step: int = 0) -> dict[str, float]:
+        """Collective. One step of a program; gives its outputs. `step` is for messages only."""
+        bound = self._programs[program]
+        if bound.program.data and bound.read is None:
+            raise PlanError(f"program {program} reads data set {bound.program.data!r}: no reader")
+        phase = bound.steps[bound.firings % len(bound.steps)]
+        calls = iter(phase.calls)
+        try:
+            with np.errstate(all="ignore"):
+                for call in calls:
+                    call()
+        except MpiflowError:
+            raise
+        except Exception as error:
+            task = phase.tasks[len(phase.calls) - length_hint(calls) - 1]
+            raise TaskError(
+                f"{self.transport.name}: program {program}, step {step + 1}, task {task.name}"
+                f" ({task.op}): {type(error).__name__}: {error}\n  {task.where}"
+            ) from error
+        bound.firings += 1
+        return {name: float(value[()]) for name, value in bound.outputs}
+
+    def save(self, writer: Writer) -> None:
+        """Collective. Snapshot all variables; they are stored beside the next steps."""
+        self.writes.wait()
+        self.run("save")
+        program = self._programs["save"].program
+        registers = {r.name: r for r in program.registers}
+        pieces = []
+        for task in program.tasks:
+            if task.stream == WRITE:
+                register = registers[task.inputs[0]]
+                if self._is_writer(register):
+                    start = tuple(first for first, _ in self.rank.box(register))
+                    view = self.arena.view(
+                        register.offset, self.rank.shape(register), register.dtype
+                    )
+                    pieces.append((task.attributes["variable"], start, view))
+        self.writes.begin(writer, pieces)
+
+    def _is_writer(self, register: Register) -> bool:
+        """Of the ranks that hold the same part, the first one; nobody writes an empty part."""
+        first = all(
+            not isinstance(sbp, Broadcast) or not index
+            for sbp, index in zip(register.layout, self.rank.coordinates, strict=True)
+        )
+        return first and prod(self.rank.shape(register)) > 0
+
+    def boxes(self) -> dict[str, Box]:
+        """Which part of each variable this rank holds."""
+        return {v.name: self.rank.box(v) for v in self.plan.variables}
+
+    @property
+    def sent(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        return sum(group.sent for group in self.groups.values())
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self.writes.wait()
+        self.reads.close()
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,175 @@
+"""The streams that block in files, each on a thread of its own: reads ahead, writes behind.
+
+The compute stream and the read stream meet in slots: the reader fills slot `firing % slots` when
+its last consumer has given it back (ack), and the consumer waits until it is filled (ready).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from mpiflow.errors import DataError
+from mpiflow.plan.protocols import Reader, Writer
+
+Check = Callable[[], None]
+StartThread = Callable[[str, Callable[[], None]], threading.Thread]
+_POLL_SECONDS = 0.05
+"""How often a waiting thread looks whether the job has failed elsewhere."""
+
+
+class ReadTask:
+    """The read task of one program: its slots, and which steps are read into them."""
+
+    def __init__(
+        self,
+        name: str,
+        reader: Reader,
+        rows: tuple[int, int],
+        slots: list[dict[str, np.ndarray]],
+        limits: dict[str, int],
+        who: str,
+    ) -> None:
+        self.name, self.reader, self.rows, self.slots = name, reader, rows, slots
+        self.limits, self.who = limits, who
+        self.steps: deque[int] = deque()
+        self.filled = 0
+        self.acknowledged = 0
+        self.seconds = 0.0
+
+    def fill(self, step: int) -> None:
+        """Read the rows of a step into the next slot, and check the values used as indices."""
+        out = self.slots[self.filled % len(self.slots)]
+        self.reader.read(step, self.rows, out)
+        for field, limit in self.limits.items():
+            values = out[field]
+            if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
+                self._refuse(step, field, limit, values)
+
+    def _refuse(self, step: int, field: str, limit: int, values: np.ndarray) -> None:
+        wrong = np.flatnonzero((values.reshape(len(values), -1) < 0).any(1)
+                               | (values.reshape(len(values), -1) >= limit).any(1))  # fmt: skip
+        listed = [
+            f"\n  {self.reader.describe(step, self.rows[0] + int(row))}: {values[row]}"
+            for row in wrong[:5]
+        ]
+        more = f"\n  and {len(wrong) - 5} more rows" if len(wrong) > 5 else ""
+        raise DataError(
+            f"{self.who}: step {step + 1}, {self.name}: field {field!r} must lie in"
+            f" 0..{limit - 1}; out of range:{''.join(listed)}{more}"
+        )
+
+
+class ReadStream:
+    """Fills slots ahead of the steps that need them."""
+
+    def __init__(self, start_thread: StartThread, check: Check) -> None:
+        self._changed = threading.Condition()
+        self._tasks: list[ReadTask] = []
+        self._check = check
+        self._closed = False
+        self._start_thread = start_thread
+        self._thread: threading.Thread | None = None
+
+    def expect(self, task: ReadTask, steps: Iterable[int]) -> None:
+        """Read these steps next, in this order; earlier ones must have been used up."""
+        with self._changed:
+            if task not in self._tasks:
+                self._tasks.append(task)
+            task.steps.extend(steps)
+            if self._thread is None:
+                self._thread = self._start_thread("read", self._run)
+            self._changed.notify_all()
+
+    def forget(self, task: ReadTask) -> None:
+        """Drop what is read ahead or still to be read."""
+        with self._changed:
+            task.steps.clear()
+            self._changed.wait_for(lambda: not self._busy(task), timeout=60)
+            task.acknowledged = task.filled
+
+    def wait(self, task: ReadTask, firing: int) -> None:
+        """Until the slot of a firing is filled."""
+        if task.filled > firing:
+            return
+        with self._changed:
+            while task.filled <= firing:
+                self._changed.wait(_POLL_SECONDS)
+                self._check()
+
+    def acknowledge(self, task: ReadTask) -> None:
+        """The oldest filled slot is no longer needed."""
+        with self._changed:
+            task.acknowledged += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    _filling: ReadTask | None = None
+
+    def _busy(self, task: ReadTask) -> bool:
+        return self._filling is task
+
+    def _next(self) -> ReadTask | None:
+        for task in self._tasks:
+            if task.steps and task.filled - task.acknowledged < len(task.slots):
+                return task
+        return None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._filling = None
+                self._changed.notify_all()
+                while (task := self._next()) is None and not self._closed:
+                    self._changed.wait()
+                if self._closed or task is None:
+                    return
+                self._filling = task
+                step = task.steps.popleft()
+            task.fill(step)
+            with self._changed:
+                task.filled += 1
+                self._changed.notify_all()
+
+
+class WriteStream:
+    """Stores staged slices beside the next steps, one save at a time."""
+
+    def __init__(self, start_thread: StartThread, check: Check) -> None:
+        self._start_thread, self._check = start_thread, check
+        self._done = threading.Event()
+        self._done.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything handed over is stored."""
+        return self._done.is_set()
+
+    def begin(self, writer: Writer, pieces: list[tuple[str, tuple[int, ...], Any]]) -> None:
+        """Store the pieces (variable, start, array) and finish the writer."""
+        assert self.idle, "a save began before the last one was stored"
+        self._done.clear()
+
+        def work() -> None:
+            for variable, start, array in pieces:
+                writer.write(variable, start, array)
+            writer.finish()
+            self._done.set()
+
+        self._start_thread("write", work)
+
+    def wait(self) -> None:
+        """Until idle."""
+        while not self._done.wait(_POLL_SECONDS):
+            self._check()
