@@ -15,7 +15,7 @@ from mpiflow.plan.store import canonical, digest, program_digest
 from mpiflow.plan.traffic import bytes_sent
 
 _WIDTH = 120  # characters of a line
-_LEAST = 40  # of which the operands of a task get these at least
+_LEAST = 60  # of which the operands of a task get these at least
 _HEADS = ("task", "stream", "op", "operands", ">bytes", ">time", "line")
 
 
@@ -164,7 +164,8 @@ def _operands(task: Task, tensors: dict[str, Register], rank: RankPlan, width: i
     sides = [[_tensor(tensors[n], rank) for n in names] for names in (task.inputs, task.outputs)]
     room = width - 4
     if sum(len(text) + 2 for side in sides for text in side) > room:
-        sides = [_cut(side, room // 2) for side in sides]
+        outputs = _cut(sides[1], room // 2)
+        sides = [_cut(sides[0], room - sum(len(text) + 2 for text in outputs)), outputs]
     return f"{', '.join(sides[0])} -> {', '.join(sides[1])}".strip()
 
 
@@ -203,9 +204,10 @@ def _table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> list[str
 def timeline(simulation: Simulation, width: int = 72) -> str:
     """One step drawn as a line for each stream: the last digit of the step at work, `.` idle.
 
-    It is the last step but one, so that reads for the step after it can be seen.
+    It is the one in the middle, so that reads ahead for later steps can be seen: simulate a few
+    steps more than the reads have slots.
     """
-    shown = max(0, len(simulation.ends) - 2)
+    shown = (len(simulation.ends) - 1) // 2
     begin, end = simulation.ends[shown - 1] if shown else 0.0, simulation.ends[shown]
     busy = dict(simulation.busy)
     step = simulation.step_seconds or 1.0

@@ -24,7 +24,7 @@ from mpiflow.plan.volume import KINDS
 
 def label(task: Task) -> str:
     """A task in the user's words: `t3 matmul (digits.py:12)`."""
-    named = task.name if task.op in task.name else f"{task.name} {task.op}".strip()
+    named = task.name if task.op.lower() in task.name else f"{task.name} {task.op}".strip()
     return f"{named} ({task.where})" if task.where else named
 
 
