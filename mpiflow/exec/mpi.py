@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -111,7 +112,8 @@ class MpiTransport(Transport):
     def abort(self, code: int) -> None:
         """End the job. Alone, there is nobody to end, and this rank may leave as it likes."""
         if self.size > 1:
-            sys.stdout.flush()
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
             self._mpi.COMM_WORLD.Abort(code)
         self._release()
 
