@@ -59,8 +59,8 @@ def test_an_error_that_was_not_foreseen_shows_its_stack_and_its_text_once(capsys
 def test_a_task_error_shows_where_its_cause_arose(capsys):
     with pytest.raises(SystemExit), guard(alone()):
         try:
-            raise ZeroDivisionError("float division")
-        except ZeroDivisionError as error:
+            [][7]
+        except IndexError as error:
             raise TaskError(f"step 3, task fc1: {error}") from error
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback")
