@@ -16,7 +16,7 @@ from mpiflow.plan.traffic import bytes_sent
 
 _WIDTH = 120  # characters of a line
 _LEAST = 60  # of which the operands of a task get these at least
-_HEADS = ("task", "stream", "op", "operands", ">bytes", ">time", "line")
+_HEADS = ("task", "stream", "operands", ">bytes", ">time", "line")
 
 
 def size_text(nbytes: int) -> str:
@@ -140,13 +140,13 @@ def _program(plan: Plan, program: Program) -> list[str]:
     tensors, rank = plan.tensors(program), slice_plan(plan, 0)
     ordered = [tasks[event.task] for event in events]
     sides = [
-        (t.name, t.stream, t.op, "operands", size_text(t.nbytes) if t.nbytes else "",
-         time_text(t.seconds), t.where)
+        (_title(t), t.stream, "operands", size_text(t.nbytes) if t.nbytes else "",
+         time_text(t.seconds), t.where.rpartition("/")[2])
         for t in ordered
     ]  # fmt: skip
     room = _WIDTH - len(max(_table(sides, _HEADS), key=len)) + len("operands")
     texts = [_operands(task, tensors, rank, max(room, _LEAST)) for task in ordered]
-    rows = [(*side[:3], text, *side[4:]) for side, text in zip(sides, texts, strict=True)]
+    rows = [(*side[:2], text, *side[3:]) for side, text in zip(sides, texts, strict=True)]
     data = f" of {program.data}" if program.data else ""
     title = (
         f"program {program.name}: {program.rows} rows{data}, "
@@ -159,9 +159,17 @@ def _program(plan: Plan, program: Program) -> list[str]:
     return lines
 
 
+def _title(task: Task) -> str:
+    """The task's name, with its op where the name does not tell it."""
+    plain = task.name.replace("_", "").lower()
+    return task.name if task.op.replace("_", "").lower() in plain else f"{task.name} {task.op}"
+
+
 def _operands(task: Task, tensors: dict[str, Register], rank: RankPlan, width: int) -> str:
     """`x S(0) 64x64, w B 64x10 -> h S(0) 64x10`, cut where it grows too long for a line."""
     sides = [[_tensor(tensors[n], rank) for n in names] for names in (task.inputs, task.outputs)]
+    if task.outputs == (task.name,):  # no need to say it twice
+        sides[1] = [sides[1][0].removeprefix(f"{task.name} ")]
     room = width - 4
     if sum(len(text) + 2 for side in sides for text in side) > room:
         outputs = _cut(sides[1], room // 2)
