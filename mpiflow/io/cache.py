@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.io.sampler import Rows
+
+
+class Chunks(Protocol):
+    """Where the cache gets chunks from."""
+
+    def length(self, chunk: int) -> int:
+        """The rows of a chunk."""
+
+    def decode(self, chunk: int) -> NDArray[Any]:
+        """The rows themselves, read from the file."""
 
 
 @dataclass(slots=True)
@@ -45,12 +54,10 @@ class ChunkCache:
         self._held.clear()
         self._free = [(0, len(self.array))]
 
-    def gather(
-        self, chunks: Rows, offsets: Rows, out: Any, decode: Callable[[int], NDArray[Any]]
-    ) -> None:
-        """Write row `offsets[i]` of chunk `chunks[i]` to `out[i]`; `decode` gives a chunk's rows."""
+    def gather(self, chunks: Rows, offsets: Rows, out: Any, source: Chunks) -> None:
+        """Write row `offsets[i]` of chunk `chunks[i]` to `out[i]`."""
         wanted, which, uses = np.unique(chunks, return_inverse=True, return_counts=True)
-        starts = np.array(self._hold(wanted.tolist(), decode), np.int64)
+        starts = np.array(self._hold(wanted.tolist(), source), np.int64)
         if (starts >= 0).all():
             np.take(self.array, starts[which] + offsets, axis=0, out=out, mode="clip")
             self._use(wanted, uses)
@@ -60,35 +67,40 @@ class ChunkCache:
         out[here] = self.array[starts[which[here]] + offsets[here]]
         self._use(wanted[starts >= 0], uses[starts >= 0])
         rest = np.empty((np.count_nonzero(~here), *out.shape[1:]), out.dtype)
-        self.gather(chunks[~here], offsets[~here], rest, decode)
+        self.gather(chunks[~here], offsets[~here], rest, source)
         out[~here] = rest
 
-    def _hold(self, wanted: list[int], decode: Callable[[int], NDArray[Any]]) -> list[int]:
+    def _hold(self, wanted: list[int], source: Chunks) -> list[int]:
         """Where each chunk begins in the array, -1 where there is no room beside the others."""
+        self._grow(max((source.length(c) for c in wanted if c not in self._held), default=0))
         for chunk in wanted:
             if chunk in self._held:
                 self._held.move_to_end(chunk)
         pinned = set(wanted)
         return [
-            self._held[chunk].start if chunk in self._held else self._load(chunk, pinned, decode)
+            self._held[chunk].start if chunk in self._held else self._load(chunk, pinned, source)
             for chunk in wanted
         ]
 
-    def _load(self, chunk: int, pinned: set[int], decode: Callable[[int], NDArray[Any]]) -> int:
+    def _load(self, chunk: int, pinned: set[int], source: Chunks) -> int:
         """Decode a chunk into the array; gives where it begins, or -1."""
-        rows = decode(chunk)
-        if len(rows) > len(self.array):
-            # A chunk longer than was planned for: unequal chunks, which `data info` warns of.
-            self._grow(len(rows))
-        start = self._room(len(rows), pinned)
-        if start >= 0:
-            self.array[start : start + len(rows)] = rows
-            self._held[chunk] = _Held(start, len(rows), len(rows))
+        rows = source.length(chunk)
+        start = self._room(rows, pinned)
+        if start < 0:
+            return start
+        self._held[chunk] = _Held(start, rows, rows)
+        try:
+            self.array[start : start + rows] = source.decode(chunk)
+        except BaseException:
+            self._drop(chunk)
+            raise
         return start
 
     def _grow(self, rows: int) -> None:
-        self.array = np.empty((rows, *self.array.shape[1:]), self.array.dtype)
-        self.clear()
+        """Make room for a chunk longer than planned: unequal chunks, which `data info` tells."""
+        if rows > len(self.array):
+            self.array = np.empty((rows, *self.array.shape[1:]), self.array.dtype)
+            self.clear()
 
     def _room(self, rows: int, pinned: set[int]) -> int:
         """The start of free rows, after dropping the oldest chunks but `pinned`; -1 for none."""

@@ -6,13 +6,11 @@ import hashlib
 from datetime import datetime
 from pathlib import Path
 
-import numpy as np
-
 from mpiflow.errors import DataError
 from mpiflow.io import shards
 from mpiflow.io.reader import DatasetReader, cache_bytes, open_reader
 from mpiflow.io.shards import Declared, ShardInfo
-from mpiflow.plan.records import DataSet, Field, Shard
+from mpiflow.plan.records import DataSet, Shard
 
 __all__ = ["DatasetReader", "cache_bytes", "check_files", "inspect", "open_reader"]
 
@@ -48,7 +46,7 @@ def inspect(
     elif fields is None or rows is None:
         raise DataError(_no_match(name, pattern, folder, fields, rows))
     else:
-        record_fields = _declared_fields(name, fields)
+        record_fields = tuple(shards.declared_fields(fields).values())
         total = rows
     record = DataSet(
         name, pattern, record_fields, tuple(map(_shard, infos)), total, batch, shuffle, seed,
@@ -80,17 +78,6 @@ def _no_match(
     if fields is not None and rows is None:
         return text + "\n  fields are declared; declare rows as well to plan without the files"
     return text + "\n  patterns are relative to --data FOLDER (default: the current folder)"
-
-
-def _declared_fields(name: str, fields: Declared) -> tuple[Field, ...]:
-    """Declared fields in order of name, as those of a file are."""
-    for field, (shape, _) in fields.items():
-        if any(size < 1 for size in shape):
-            raise DataError(f"data set {name!r}: field {field!r} has row shape {tuple(shape)}")
-    return tuple(
-        Field(field, tuple(fields[field][0]), np.dtype(fields[field][1]).name)
-        for field in sorted(fields)
-    )
 
 
 def _shard(info: ShardInfo) -> Shard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from mpiflow.plan.records import DataSet, Field
 _OPEN_FILES = 24
 # A chunk's number: its shard above, its position in the file below.
 _CHUNK_BITS = 40
+_POSITION = (1 << _CHUNK_BITS) - 1
 
 
 def cache_bytes(dataset: DataSet, rows: tuple[int, int]) -> int:
@@ -60,7 +61,7 @@ def _cached_rows(dataset: DataSet, rows: tuple[int, int]) -> int:
     chunk_rows = max(shard.chunk_rows for shard in dataset.shards)
     if dataset.shuffle:
         need = sum(
-            min(block_rows(dataset), steps_per_epoch(dataset) * share) + 3 * chunk_rows
+            min(max(block_rows(dataset), share), steps_per_epoch(dataset) * share) + 3 * chunk_rows
             for share in _lane_shares(dataset, rows)
         )
     else:
@@ -193,17 +194,15 @@ class DatasetReader:
         chunk_rows = self._chunk_rows[field][shard_of]
         if not chunk_rows.all():
             for shard in np.unique(shard_of):
-                self._chunk_rows[field, shard] = self._field_file(int(shard), field).chunk_rows
+                self._chunk_rows[field, shard] = self.field_file(int(shard), field).chunk_rows
             chunk_rows = self._chunk_rows[field][shard_of]
         chunks, offsets = np.divmod(local, chunk_rows)
-        self._caches[field].gather(
-            (shard_of << _CHUNK_BITS) | chunks, offsets, out, partial(self._decode, field)
-        )
+        source = _Chunks(self, field)
+        self._caches[field].gather((shard_of << _CHUNK_BITS) | chunks, offsets, out, source)
 
-    def _decode(self, field: int, chunk: int) -> NDArray[Any]:
-        """The rows of a chunk, numbered by shard and position."""
-        file = self._field_file(chunk >> _CHUNK_BITS, field)
-        number = chunk & ((1 << _CHUNK_BITS) - 1)
+    def decode(self, field: int, shard: int, number: int) -> NDArray[Any]:
+        """The rows of a chunk of a shard, read from the file."""
+        file = self.field_file(shard, field)
         if file.table is None:
             dataset = self._files.library(file.path)[file.stored.name]
             rows = file.from_library(dataset, number)
@@ -213,7 +212,7 @@ class DatasetReader:
         self.decoded_bytes += rows.nbytes
         return rows
 
-    def _field_file(self, shard: int, field: int) -> FieldFile:
+    def field_file(self, shard: int, field: int) -> FieldFile:
         """The index of a field of a shard, made when the shard is first needed."""
         if shard not in self._index:
             record = self.dataset.shards[shard]
@@ -227,6 +226,24 @@ class DatasetReader:
                     )
             self._index[shard] = files
         return self._index[shard][field]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of one field, numbered by shard and position, as the cache asks for them."""
+
+    reader: DatasetReader
+    field: int
+
+    def length(self, chunk: int) -> int:
+        """The rows of a chunk."""
+        file = self.reader.field_file(chunk >> _CHUNK_BITS, self.field)
+        start, stop = file.chunk_span(chunk & _POSITION)
+        return stop - start
+
+    def decode(self, chunk: int) -> NDArray[Any]:
+        """The rows themselves."""
+        return self.reader.decode(self.field, chunk >> _CHUNK_BITS, chunk & _POSITION)
 
 
 class _OpenFiles:

@@ -114,6 +114,19 @@ def fields_of(info: ShardInfo) -> dict[str, Field]:
     return {f.name: Field(f.name, f.shape, np.dtype(f.dtype).name) for f in info.fields}
 
 
+def declared_fields(declared: Declared) -> dict[str, Field]:
+    """Declared fields in order of name, as those of a file are; DataError where none can be so."""
+    fields = {}
+    for name, (shape, dtype) in sorted(declared.items()):
+        if any(size < 1 for size in shape):
+            raise DataError(f"field {name!r} is declared with row shape {tuple(shape)}")
+        try:
+            fields[name] = Field(name, tuple(shape), np.dtype(dtype).name)
+        except TypeError as problem:
+            raise DataError(f"field {name!r} is declared as {dtype!r}, no dtype") from problem
+    return fields
+
+
 def row_bytes(fields: tuple[Stored, ...] | tuple[Field, ...]) -> int:
     """The bytes of one row over all fields."""
     return sum(prod(field.shape) * np.dtype(field.dtype).itemsize for field in fields)
@@ -149,7 +162,7 @@ def examine_all(
     expected = None
     source = "the declaration"
     if wanted is not None:
-        expected = {n: Field(n, tuple(s), np.dtype(d).name) for n, (s, d) in wanted.items()}
+        expected = declared_fields(wanted)
     for name in names:
         try:
             info = examine(name, folder, wanted)

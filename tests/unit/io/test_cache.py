@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from mpiflow.io.cache import ChunkCache
 
@@ -9,7 +10,10 @@ class Chunks:
     def __init__(self, *sizes):
         self.sizes, self.decoded = sizes, []
 
-    def __call__(self, chunk):
+    def length(self, chunk):
+        return self.sizes[chunk]
+
+    def decode(self, chunk):
         self.decoded.append(chunk)
         return 100 * chunk + np.arange(self.sizes[chunk])
 
@@ -56,10 +60,24 @@ def test_more_chunks_than_there_is_room_for_are_gathered_in_turns():
     cache, chunks = ChunkCache(5, (), "i8", keep=True), Chunks(4, 3, 4, 2)
     gather(cache, chunks, 301, 100, 2, 201, 102, 0)
     assert cache.held_rows <= 5
-    assert set(chunks.decoded) == {0, 1, 2, 3}
+    assert sorted(chunks.decoded) == [0, 1, 2, 3]
 
 
 def test_a_chunk_longer_than_the_cache_is_held_alone():
-    cache, chunks = ChunkCache(3, (), "i8", keep=True), Chunks(7, 2)
-    gather(cache, chunks, 6, 101, 0)
+    cache, chunks = ChunkCache(3, (), "i8", keep=True), Chunks(2, 7, 2)
+    gather(cache, chunks, 1, 106, 201, 0)
     assert len(cache.array) == 7
+    assert sorted(chunks.decoded) == [0, 1, 2]
+
+
+def test_a_chunk_that_cannot_be_read_takes_no_room():
+    class Broken(Chunks):
+        def decode(self, chunk):
+            raise OSError("planted")
+
+    cache = ChunkCache(4, (), "i8", keep=True)
+    for _ in range(2):
+        with pytest.raises(OSError, match="planted"):
+            gather(cache, Broken(4), 3)
+        assert cache.held_rows == 0
+    gather(cache, Chunks(4), 3)

@@ -291,3 +291,12 @@ def test_rows_without_chunks_are_read_a_mebibyte_at_a_time(tmp_path):
         file.create_dataset("image", (5000, 255), "f4")
         file.create_dataset("label", (5000,), "i4")
     assert look(tmp_path).shards[0].chunk_rows == 1024
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [(((4, 0), "int8"), r"row shape \(4, 0\)"), (((), "int7"), "'int7', no dtype")],
+)
+def test_declarations_that_cannot_be_meant_are_refused(tmp_path, field, words):
+    with pytest.raises(DataError, match=words):
+        look(tmp_path, fields={"x": field}, rows=9)
