@@ -4,6 +4,10 @@ A job file imports this module as `mf`; see the README. Importing it starts no M
 NumPy only.
 """
 
+from mpiflow.threads import limit_threads
+
+limit_threads()  # before NumPy is imported, or it has no effect
+
 from mpiflow import nn
 from mpiflow.errors import MpiflowError
 from mpiflow.graph.graph import Hint

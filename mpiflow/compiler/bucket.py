@@ -17,6 +17,7 @@ _SMALLEST, _LARGEST = 256 << 10, 25 << 20
 
 @dataclass
 class _Bucket:
+    name: str
     key: tuple[str, str, str]
     tasks: list[Task] = field(default_factory=list)
     nbytes: int = 0
@@ -43,7 +44,7 @@ def bucket(program: Program, mesh: Mesh, machine: Machine) -> Program:
             tasks.append(task)
         elif task is group.tasks[-1]:
             tasks.append(_fused(group, mesh, machine))
-    renamed = {name: _bucket_name(b) for name, b in merged.items()}
+    renamed = {name: b.name for name, b in merged.items()}
     tasks = [
         replace(t, after=tuple(dict.fromkeys(renamed.get(n, n) for n in t.after))) for t in tasks
     ]
@@ -94,7 +95,7 @@ def _put(
     key = (task.axis, task.attributes["reduce"], registers[task.inputs[0]].dtype)
     open_one = next((b for b in reversed(buckets) if b.key == key), None)
     if open_one is None or open_one.nbytes + size > limit or _depends(task, buckets, before):
-        open_one = _Bucket(key)
+        open_one = _Bucket(f"bucket.{task.axis}.{len(buckets)}", key)
         buckets.append(open_one)
     open_one.tasks.append(task)
     open_one.nbytes += size
@@ -117,16 +118,12 @@ def _ancestors(program: Program) -> dict[str, int]:
     return found
 
 
-def _bucket_name(group: _Bucket) -> str:
-    return f"all_reduce {len(group.tasks)} of {group.tasks[0].name}"
-
-
 def _fused(group: _Bucket, mesh: Mesh, machine: Machine) -> Task:
     first = group.tasks[0]
     members = mesh.sizes[mesh.index(first.axis)]
     return replace(
         first,
-        name=_bucket_name(group),
+        name=group.name,
         inputs=tuple(t.inputs[0] for t in group.tasks),
         outputs=tuple(t.outputs[0] for t in group.tasks),
         seconds=collective_seconds(machine, "all_reduce", group.nbytes, members),

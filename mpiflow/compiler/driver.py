@@ -53,6 +53,7 @@ from mpiflow.job import Job
 from mpiflow.plan.records import DataSet, Plan, Program, Settings, Variable
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
+from mpiflow.plan.traffic import bytes_sent
 from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
@@ -289,12 +290,23 @@ def evaluation_program(name: str) -> str:
 
 
 def priced(plan: Plan) -> Plan:
-    """The plan with the predicted seconds of every program's step."""
+    """The plan with what its collectives send, and the predicted seconds of every program."""
+    plan = replace(plan, programs=tuple(_with_traffic(plan, p) for p in plan.programs))
     programs = tuple(
         replace(p, seconds=rounded(simulate(plan, p.name).step_seconds)) if p.tasks else p
         for p in plan.programs
     )
     return replace(plan, programs=programs)
+
+
+def _with_traffic(plan: Plan, program: Program) -> Program:
+    tasks = tuple(
+        replace(t, nbytes=bytes_sent(plan, replace(program, tasks=(t,))))
+        if t.kind == "collective"
+        else t
+        for t in program.tasks
+    )
+    return replace(program, tasks=tasks)
 
 
 def identity(job: Job, graph: Graph, train: DataSet) -> tuple[tuple[str, str], ...]:

@@ -281,7 +281,7 @@ def subtract(x: Tensor | float, y: Tensor | float) -> Tensor:
         return apply(Subtract(), x, y)
     if isinstance(x, Tensor):
         return add(x, -y)
-    assert isinstance(y, Tensor) and not isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
     return add(scale(y, -1), x)
 
 

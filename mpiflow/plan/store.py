@@ -71,10 +71,16 @@ def program_digest(plan: Plan) -> str:
     return sha256(_dump([list(section) for section in plan.identity])).hexdigest()
 
 
+def dumps(plan: Plan) -> bytes:
+    """The content of the plan's file: canonical JSON with the digest in it."""
+    return _dump({**to_json(plan), "digest": digest(plan)}) + b"\n"
+
+
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the plan's file; it is complete under its name or not there at all."""
-    content = _dump({**to_json(plan), "digest": digest(plan)}) + b"\n"
+    content = dumps(plan)
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

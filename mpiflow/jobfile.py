@@ -1,0 +1,117 @@
+"""Job files: from FILE.py[:function] and --set NAME=VALUE to a Job."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from mpiflow.errors import JobError, MpiflowError, UsageError
+from mpiflow.job import Job
+
+
+def load_job(target: str, settings: Sequence[str] = ()) -> tuple[Job, Path]:
+    """The job that a file's function returns, and the folder of the file.
+
+    `settings` are NAME=VALUE texts for the function's arguments.
+    """
+    name, _, function_name = target.partition(":")
+    path = Path(name)
+    if path.suffix != ".py":
+        raise UsageError(f"{name}: a job file ends in .py, a plan in .plan")
+    if not path.is_file():
+        raise UsageError(f"{name}: no such file (in {Path.cwd()})")
+    module = _import(path)
+    function = getattr(module, function_name or "job", None)
+    if not callable(function):
+        raise JobError(
+            f"{name} has no function {function_name or 'job'!r}; write `def job(...) -> mf.Job`,"
+            f" or name the function: {name}:FUNCTION"
+        )
+    arguments = parse_settings(function, settings, target)
+    job = _calling(path, lambda: function(**arguments))
+    if not isinstance(job, Job):
+        raise JobError(f"{target} returned {type(job).__name__}, not an mpiflow Job")
+    return job, path.resolve().parent
+
+
+def parse_settings(
+    function: Callable[..., Any], settings: Sequence[str], target: str
+) -> dict[str, Any]:
+    """Arguments of `function` from NAME=VALUE texts, as the types of its parameters ask."""
+    parameters = inspect.signature(function).parameters
+    try:
+        hints = get_type_hints(function)
+    except NameError:
+        hints = {}
+    arguments = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text}: write --set NAME=VALUE")
+        if name not in parameters:
+            known = ", ".join(f"{p.name}={p.default!r}" for p in parameters.values())
+            raise UsageError(f"--set {text}: {target} has no setting {name!r}; it has {known}")
+        default = parameters[name].default
+        kind = hints.get(name, type(default) if default is not inspect.Parameter.empty else str)
+        arguments[name] = _value(text, value, kind)
+    return arguments
+
+
+def _value(setting: str, text: str, kind: Any) -> Any:
+    if kind is str:
+        return text
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind in (int, float, bool) and type(value) is not kind:
+        raise UsageError(f"--set {setting}: {text!r} is not {_article(kind)}")
+    return value
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+
+
+def _import(path: Path) -> ModuleType:
+    """Run the file as a module of its own, with its folder to import from."""
+    path = path.resolve()
+    spec = importlib.util.spec_from_file_location(f"mpiflow_job_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    _calling(path, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+    return module
+
+
+def _calling(path: Path, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except (MpiflowError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise JobError(f"{type(error).__name__}: {error}\n  {_line(path, error)}") from error
+
+
+def _line(path: Path, error: Exception) -> str:
+    """The innermost line of the user's file that the error came from."""
+    resolved = str(path.resolve())
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if frame.filename == resolved] or frames[-1:]
+    return f"{lines[-1].filename}:{lines[-1].lineno}"

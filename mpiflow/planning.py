@@ -1,0 +1,77 @@
+"""Planning: join a job, the data files that it names and the ranks that it gets to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpiflow.compiler.driver import Observer, Target, compile_job
+from mpiflow.compiler.machine import find_machine
+from mpiflow.compiler.signature import DATA
+from mpiflow.errors import JobError, UsageError
+from mpiflow.graph.mesh import Mesh, parse_mesh
+from mpiflow.graph.tensor import DTYPES
+from mpiflow.job import Dataset, Job
+from mpiflow.plan.records import DataSet, Plan
+
+
+def choose_mesh(ranks: int | None, mesh: str | None) -> Mesh:
+    """The mesh that --mesh names, or all ranks on the data axis."""
+    if mesh is not None:
+        return parse_mesh(mesh, ranks)
+    if ranks is None:
+        raise UsageError("say how many ranks the job will get: --ranks N, or --mesh data=N")
+    if ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, not {ranks}")
+    return Mesh(((DATA, ranks),))
+
+
+def make_plan(
+    job: Job,
+    folder: Path,
+    mesh: Mesh,
+    data_folder: Path,
+    *,
+    machine: str = "cpu",
+    observe: Observer = lambda step, program, result: None,
+) -> Plan:
+    """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`."""
+    from mpiflow.io.dataset import cache_bytes
+
+    data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
+    for name, dataset in job.evaluations.items():
+        if name == "train":
+            raise JobError(f"job {job.name}: an evaluation cannot be named 'train'")
+        data[name] = inspect_data(name, dataset, data_folder, drop=False)
+    return compile_job(
+        job,
+        data,
+        Target(mesh, find_machine(machine)),
+        folder=folder,
+        cache_bytes=cache_bytes,
+        observe=observe,
+    )
+
+
+def inspect_data(name: str, dataset: Dataset, folder: Path, *, drop: bool) -> DataSet:
+    """The record of a data set; `drop` where an incomplete last batch is dropped."""
+    from mpiflow.io.dataset import inspect
+
+    for field, (_, dtype) in (dataset.fields or {}).items():
+        if dtype not in DTYPES:
+            raise JobError(
+                f"data set {name!r}: field {field!r} is declared {dtype!r}, which is none of"
+                f" {', '.join(DTYPES)}"
+            )
+    return inspect(
+        name,
+        dataset.pattern,
+        folder,
+        batch=dataset.batch,
+        shuffle=dataset.shuffle and drop,
+        seed=dataset.seed,
+        lanes=min(dataset.lanes, dataset.batch),
+        window=dataset.window,
+        fields=dataset.fields,
+        rows=dataset.rows,
+        drop=drop,
+    )

@@ -1,0 +1,372 @@
+"""Train: the loop around a session. Data, log, evaluate, checkpoint, signals.
+
+Every rank runs this same loop. What only one rank can know (time, signals, whether a save is
+stored everywhere) is agreed by all at fixed steps, so that they always do the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpiflow import metrics, runfolder
+from mpiflow.errors import TaskError
+from mpiflow.exec.failure import Failure
+from mpiflow.exec.launch import check_ranks
+from mpiflow.exec.session import Session
+from mpiflow.exec.transport import Transport, on_all_ranks
+from mpiflow.io import checkpoint, manifest, restore
+from mpiflow.io.dataset import DatasetReader, open_reader
+from mpiflow.plan import store
+from mpiflow.plan.records import Plan, Program
+from mpiflow.plan.slice import slice_plan
+from mpiflow.plan.traffic import bytes_sent
+from mpiflow.report import Progress, final_table
+
+STOPPED = 75
+"""Exit code of a run that was asked to stop, and saved: EX_TEMPFAIL, "try again"."""
+_AGREE_SECONDS = 1.0
+_MEASURED_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run a plan. `steps` replaces the plan's epochs."""
+
+    out: Path
+    data: Path
+    fresh: bool = False
+    steps: int | None = None
+    accept_changes: bool = False
+
+
+def run(plan: Plan, transport: Transport, failure: Failure, options: Options) -> int:
+    """Collective. Train, evaluate and save as the plan says; gives the exit code."""
+    check_ranks(transport, plan.mesh.size)
+    start = runfolder.Start(**transport.on_root(lambda: runfolder.prepare(plan, options).plain()))
+    failure.use_folder(options.out)
+    readers = _open_readers(plan, transport.rank, options.data)
+    session = Session(plan, transport, readers, start_thread=failure.start_thread)
+    loop = _Loop(plan, transport, session, options, start)
+    with _signals(loop):
+        code = loop.run()
+    session.close()
+    for reader in readers.values():
+        reader.close()
+    return code
+
+
+def _open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
+    view = slice_plan(plan, rank)
+    readers: dict[str, DatasetReader] = {}
+    for data in plan.data:
+        # The full batches say which rows of each this rank reads; a set may have a tail only.
+        program = next(p for p in plan.programs if p.data == data.name)
+        tensors = plan.tensors(program)
+        reads = [t for t in program.tasks if t.kind == "read"]
+        rows = view.box(tensors[reads[0].outputs[0]])[0] if reads else (0, 0)
+        readers[data.name] = open_reader(data, folder, rows=rows, tail=data.name != "train")
+    return readers
+
+
+@dataclass
+class _Loop:
+    plan: Plan
+    transport: Transport
+    session: Session
+    options: Options
+    start: runfolder.Start
+    asked_to_stop: bool = False
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _sent: int = 0
+    _seconds: list[float] = field(default_factory=list)
+    _saving: int | None = None
+
+    def __post_init__(self) -> None:
+        settings = self.plan.settings
+        self.per_epoch = settings.steps_per_epoch
+        self.total = self.options.steps or settings.epochs * self.per_epoch
+        self.step = self.start.step
+        self.saved = self.start.step if self.start.checkpoint else -1
+        self.best = self.start.best
+        self.since_best = self.start.since_best
+        self.best_step = self.start.best_step
+        self.root = self.transport.rank == 0
+        train = self.plan.program("train")
+        assert train is not None
+        self.train: Program = train
+        # Often enough for a signal to be heeded within a second or so.
+        self.agree_every = max(1, round(_AGREE_SECONDS / max(train.seconds, 1e-4)))
+        self.digests = store.digest(self.plan), store.program_digest(self.plan)
+
+    # -- the loop
+
+    def run(self) -> int:
+        self._initialise()
+        self.rows = metrics.Metrics(self.options.out / runfolder.METRICS) if self.root else None
+        self.progress = Progress(self.step, self.total, self.train.rows) if self.root else None
+        self._say_start()
+        self.clock = time.monotonic()
+        stopped = self._steps()
+        if not stopped and self.plan.settings.evaluate_epochs + self.plan.settings.evaluate_steps:
+            self._evaluate_all(again=False)
+        if self.saved != self.step:
+            self._begin_save()
+        self._finish_save()
+        if self.progress:
+            self.progress.close()
+        self._summarise(stopped)
+        return STOPPED if stopped else 0
+
+    def _steps(self) -> bool:
+        """Run the steps that are left; whether the run was asked to stop."""
+        self.session.expect("train", range(self.step, self.total))
+        while self.step < self.total:
+            self._train_step()
+            improved = self._evaluate_due()
+            if improved or self._save_due():
+                self._begin_save()
+            if self.step % self.agree_every == 0 and self._agree():
+                self.session.forget("train")
+                return True
+            patience = self.plan.settings.patience
+            if patience and self.since_best >= patience:
+                self._say(f"stopping early: {patience} evaluations without a better one")
+                self.session.forget("train")
+                break
+        return False
+
+    def _initialise(self) -> None:
+        if self.start.checkpoint:
+            saved = manifest.load(Path(self.start.checkpoint), look=False)
+            boxes = self.session.boxes()
+            with restore.CheckpointReader(saved) as reader:
+                for name, array in self.session.variables.items():
+                    reader.restore(name, boxes[name], array)
+        else:
+            self.session.run("initialise")
+
+    def _train_step(self) -> None:
+        before = self.session.sent
+        began = time.perf_counter()
+        outputs = self.session.run("train", self.step)
+        seconds = time.perf_counter() - began
+        self._sent += self.session.sent - before
+        if len(self._seconds) < _MEASURED_STEPS:
+            self._seconds.append(seconds)
+        epoch = self.step // self.per_epoch + 1
+        self.step += 1
+        loss = outputs["loss"]
+        if not math.isfinite(loss):
+            raise on_all_ranks(
+                TaskError(
+                    f"step {self.step}: the loss is {loss}; nothing of this step is saved. Lower"
+                    " the learning rate, or look at the rows of this step"
+                )
+            )
+        if self.rows and self.progress:
+            self.rows.add({"step": self.step, "epoch": epoch, **outputs, "seconds": seconds})
+            self.progress.step(self.step, epoch, loss)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last step, from 1."""
+        return max(self.step - 1, 0) // self.per_epoch + 1
+
+    def _due(self, steps: int, epochs: int) -> bool:
+        return bool(steps and self.step % steps == 0) or bool(
+            epochs and self.step % (epochs * self.per_epoch) == 0
+        )
+
+    # -- evaluation
+
+    def _evaluate_due(self) -> bool:
+        """Evaluate if it is time; whether the result is the best so far."""
+        settings = self.plan.settings
+        if self._due(settings.evaluate_steps, settings.evaluate_epochs):
+            return self._evaluate_all(again=True)
+        return False
+
+    def _evaluate_all(self, *, again: bool) -> bool:
+        improved = False
+        for data in self.plan.data[1:]:
+            done = self.results.get(data.name)
+            if not again and done and done["step"] == self.step:
+                continue
+            row = self._evaluate(data.name)
+            self.results[data.name] = row
+            if self.rows:
+                self.rows.add(row)
+                values = ", ".join(f"{k} {v:.4f}" for k, v in row.items() if isinstance(v, float))
+                self._say(f"{data.name} after step {self.step}: {values} ({row['rows']:,} rows)")
+            name, _, metric = self.plan.settings.best.rpartition(".")
+            if name == data.name:
+                improved |= self._compare(row, metric)
+        return improved
+
+    def _evaluate(self, name: str) -> dict[str, Any]:
+        """Collective. The mean over every row of a data set, sums for totals."""
+        data = self.plan.dataset(name)
+        full = data.rows // data.batch
+        programs = [p for p in self.plan.programs if p.data == name]
+        sums: dict[str, float] = {}
+        for program in programs:
+            steps = range(full, full + 1) if program.name.endswith("_tail") else range(full)
+            self.session.expect(program.name, steps)
+            for step in steps:
+                values = self.session.run(program.name, step)
+                for output in program.outputs:
+                    weight = 1 if output.total else program.rows
+                    sums[output.name] = sums.get(output.name, 0.0) + values[output.name] * weight
+        totals = {o.name for p in programs for o in p.outputs if o.total}
+        outputs = {k: v if k in totals else v / data.rows for k, v in sums.items()}
+        return {
+            "evaluation": name, "step": self.step, "epoch": self.epoch, "rows": data.rows,
+            **outputs,
+        }  # fmt: skip
+
+    def _compare(self, row: dict[str, Any], metric: str) -> bool:
+        if metric not in row:
+            raise on_all_ranks(
+                TaskError(f"best={metric!r}: the evaluation gives {', '.join(map(str, row))}")
+            )
+        value = row[metric]
+        sign = 1 if self.plan.settings.mode == "max" else -1
+        if self.best is not None and sign * value <= sign * self.best:
+            self.since_best += 1
+            return False
+        self.best, self.best_step, self.since_best = value, self.step, 0
+        return True
+
+    # -- saving
+
+    def _save_due(self) -> bool:
+        settings = self.plan.settings
+        return self._due(settings.save_steps, settings.save_epochs)
+
+    def _begin_save(self) -> None:
+        """Collective. Snapshot now; the files are written beside the next steps."""
+        self._finish_save()
+        folder = self.options.out / runfolder.CHECKPOINTS
+        if self.rows:
+            self.rows.sync()
+        step = self.step
+        self.transport.on_root(lambda: checkpoint.prepare(folder, step))
+        writer = checkpoint.CheckpointWriter(folder, step, self.transport.rank, self.transport.host)
+        self._header = checkpoint.header(
+            self.plan,
+            digest=self.digests[0],
+            program=self.digests[1],
+            step=step,
+            epoch=self.epoch,
+            state={
+                "best": self.best,
+                "best_step": self.best_step,
+                "since_best": self.since_best,
+            },
+        )
+        self.session.save(writer)
+        self._saving = self.saved = step
+        self.clock = time.monotonic()
+
+    def _finish_save(self) -> None:
+        """Collective. Wait until every rank has stored its part; make the checkpoint complete."""
+        if self._saving is None:
+            return
+        self.session.writes.wait()
+        self.transport.barrier().wait(self.transport.check)
+        self._commit()
+
+    def _commit(self) -> None:
+        folder = self.options.out / runfolder.CHECKPOINTS
+        header, keep = self._header, self.plan.settings.keep
+        protect = (self.best_step,) if self.best_step else ()
+
+        def commit() -> None:
+            checkpoint.commit(folder, header, self.plan.mesh.size)
+            checkpoint.prune(folder, keep, protect)
+
+        self.transport.on_root(commit)
+        self._saving = None
+
+    def _agree(self) -> bool:
+        """Collective. Exchange what ranks know by themselves; whether to stop."""
+        minutes = self.plan.settings.save_minutes
+        late = bool(minutes) and time.monotonic() - self.clock > 60 * minutes
+        mine = [self.asked_to_stop, late and self.root, self.session.writes.idle]
+        stop, save, stored = zip(
+            *(json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())),
+            strict=True,
+        )
+        if self._saving is not None and all(stored):
+            self._commit()
+        if any(save):
+            self._begin_save()
+        return any(stop)
+
+    # -- telling
+
+    def _say(self, text: str) -> None:
+        if self.progress:
+            self.progress.say(text)
+
+    def _say_start(self) -> None:
+        for line in self.start.remarks:
+            self._say(line)
+        if self.step >= self.total:
+            self._say(f"nothing to train: the run is at step {self.step} of {self.total}")
+
+    def _summarise(self, stopped: bool) -> None:
+        """Collective. The last object of the metrics, and the table."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        steps = self.step - self.start.step
+        sent = self._sent // steps if steps else 0
+        mine = [self.session.arena.peak, peak, sent]
+        everyone = [json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())]
+        if self.rows is None:
+            return
+        arena, process, sent = (max(values) for values in zip(*everyone, strict=True))
+        last: dict[str, Any] = {"peak_bytes": {"host": arena}, "process_bytes": process}
+        predicted: dict[str, Any] = {
+            "peak_bytes": dict(self.plan.arenas),
+            "process_bytes": self.plan.process_bytes,
+        }
+        if steps:
+            last |= {"bytes_sent": sent, "step_seconds": statistics.median(self._seconds)}
+            predicted |= {
+                "bytes_sent": bytes_sent(self.plan, self.train),
+                "step_seconds": self.train.seconds,
+            }
+        last["predicted"] = predicted
+        self.rows.add(last)
+        self.rows.close()
+        if stopped:
+            self._say(f"stopped as asked after step {self.step}; run again to go on")
+        sys.stdout.write(final_table(self.results, last) + "\n")
+        sys.stdout.flush()
+
+
+@contextmanager
+def _signals(loop: _Loop) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 ask the run to save and stop."""
+
+    def ask(number: int, frame: object) -> None:
+        loop.asked_to_stop = True
+
+    kinds = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(kind, ask) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
