@@ -7,7 +7,9 @@ graphs are ladders of small width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,56 +18,107 @@ from mpiflow.errors import CompileError
 
 Table = NDArray[np.float64]
 _LIMIT = 3e8
+"""The largest joint table, in entries."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Factor:
+    """A table over the variables of `scope`."""
+
     scope: tuple[int, ...]
     table: Table
+
+
+@dataclass(slots=True)
+class _Problem:
+    sizes: list[int]
+    touching: list[dict[_Factor, None]] = field(default_factory=list)
+
+    def add(self, factor: _Factor) -> None:
+        for variable in factor.scope:
+            self.touching[variable][factor] = None
+
+    def neighbours(self, variable: int) -> tuple[int, ...]:
+        around = {v for factor in self.touching[variable] for v in factor.scope}
+        return tuple(sorted(around - {variable}))
+
+    def weight(self, variable: int) -> int:
+        """The entries of the table that eliminating the variable makes."""
+        return prod(self.sizes[v] for v in self.neighbours(variable)) * self.sizes[variable]
+
+    def take(self, variable: int) -> list[_Factor]:
+        """Remove and give the factors of a variable."""
+        factors = list(self.touching[variable])
+        for factor in factors:
+            for v in factor.scope:
+                del self.touching[v][factor]
+        return factors
 
 
 def minimise(
     unary: list[Table], pairs: dict[tuple[int, int], Table]
 ) -> tuple[tuple[int, ...], float]:
     """The best choice for each variable, and the sum; ties go to the earlier choice."""
+    sizes = [len(costs) for costs in unary]
+    problem = _Problem(sizes, [{} for _ in sizes])
+    total = 0.0
     factors = [_Factor((i,), np.asarray(costs, np.float64)) for i, costs in enumerate(unary)]
     factors += [_Factor(scope, np.asarray(t, np.float64)) for scope, t in sorted(pairs.items())]
-    sizes = [len(costs) for costs in unary]
-    remaining = set(range(len(unary)))
+    for factor in map(_without_singletons, factors):
+        if factor.scope:
+            problem.add(factor)
+        else:
+            total += float(factor.table)
+    choice = {i: 0 for i, size in enumerate(sizes) if size == 1}
+    queue = [(problem.weight(v), v) for v in range(len(sizes)) if v not in choice]
+    heapq.heapify(queue)
     eliminated: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
-    while remaining:
-        variable = _cheapest(remaining, factors, sizes)
-        touching = [f for f in factors if variable in f.scope]
-        neighbours = tuple(sorted({v for f in touching for v in f.scope} - {variable}))
-        scope = (*neighbours, variable)
-        if float(np.prod([sizes[v] for v in scope], dtype=np.float64)) > _LIMIT:
-            raise CompileError("the choice of layouts is too wide; give hints or fewer axes")
-        joint = sum((_spread(f, scope) for f in touching), np.zeros((1,) * len(scope)))
-        joint = np.broadcast_to(joint, [sizes[v] for v in scope])
-        eliminated.append((variable, neighbours, joint.argmin(-1)))
-        factors = [f for f in factors if variable not in f.scope]
-        factors.append(_Factor(neighbours, joint.min(-1)))
-        remaining.remove(variable)
-    choice: dict[int, int] = {}
+    gone: set[int] = set()
+    while queue:
+        stale, variable = heapq.heappop(queue)
+        weight = problem.weight(variable) if variable not in gone else 0
+        if variable in gone or weight > stale:
+            if weight:
+                heapq.heappush(queue, (weight, variable))
+            continue
+        gone.add(variable)
+        neighbours, best, rest = _eliminate(problem, variable)
+        eliminated.append((variable, neighbours, best))
+        if neighbours:
+            problem.add(_Factor(neighbours, rest))
+        else:
+            total += float(rest)
     for variable, neighbours, best in reversed(eliminated):
         choice[variable] = int(best[tuple(choice[v] for v in neighbours)])
-    total = float(sum(float(f.table) for f in factors))
     return tuple(choice[i] for i in range(len(unary))), total
 
 
-def _cheapest(remaining: set[int], factors: list[_Factor], sizes: list[int]) -> int:
-    """The variable whose elimination makes the smallest table; ties by position."""
-    around: dict[int, set[int]] = {v: {v} for v in remaining}
-    for factor in factors:
-        for v in factor.scope:
-            around[v].update(factor.scope)
-    return min(sorted(remaining), key=lambda v: np.prod([sizes[n] for n in around[v]], dtype=float))
+def _without_singletons(factor: _Factor) -> _Factor:
+    """Without the variables that have no choice."""
+    kept = tuple(v for v, size in zip(factor.scope, factor.table.shape, strict=True) if size > 1)
+    return _Factor(kept, factor.table.reshape([n for n in factor.table.shape if n > 1]))
+
+
+def _eliminate(problem: _Problem, variable: int) -> tuple[tuple[int, ...], NDArray[np.intp], Table]:
+    """The neighbours, the best choice for each of their joint choices, and what it costs."""
+    neighbours = problem.neighbours(variable)
+    scope = (*neighbours, variable)
+    shape = [problem.sizes[v] for v in scope]
+    if prod(shape) > _LIMIT:
+        raise CompileError(
+            f"the choice of layouts needs a table of {prod(shape)} entries; give hints, or use"
+            " fewer mesh axes"
+        )
+    joint = np.zeros(shape)
+    for factor in problem.take(variable):
+        joint += _spread(factor, scope)
+    return neighbours, joint.argmin(-1), joint.min(-1)
 
 
 def _spread(factor: _Factor, scope: tuple[int, ...]) -> Table:
     """The factor's table with the dims of `scope`, ones where it does not depend on one."""
     order = sorted(range(len(factor.scope)), key=lambda i: scope.index(factor.scope[i]))
     table = factor.table.transpose(order)
-    present = {factor.scope[i] for i in order}
+    present = set(factor.scope)
     shape = iter(table.shape)
     return table.reshape([next(shape) if v in present else 1 for v in scope])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +91,11 @@ class _Solver:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self.batch, self.fixed = batch, variables
         self.live = graph.live()
+        self.values = set(graph.assigns.values())
         self.domains: list[list[Choice]] = []
+        # Repeated layers ask the same again: domains by (op, shapes, dtypes), prices beside them.
+        self.known: dict[Any, tuple[list[Choice], Table]] = {}
+        self.tables: dict[Any, Table] = {}
         self.position: dict[Tensor, tuple[int, int]] = {}
         self.pairs: dict[tuple[int, int], Table] = {}
 
@@ -102,10 +107,10 @@ class _Solver:
             self._place((variable.tensor,), self._variable_domain(variable))
         first = len(sources)
         for node in self.live:
-            self._place(node.outputs, self._node_domain(node))
+            self._place(node.outputs, self._priced_domain(node)[0])
         unary = [np.zeros(len(domain)) for domain in self.domains]
         for index, node in enumerate(self.live, first):
-            unary[index] += [self._seconds(node, choice) for choice in self.domains[index]]
+            unary[index] += self._priced_domain(node)[1]
             self._input_edges(index, node)
         self._output_costs(unary)
         self._assign_edges(unary)
@@ -154,6 +159,15 @@ class _Solver:
             if boxing.is_legal(layout, tensor.shape, self.mesh)
         ]
 
+    def _priced_domain(self, node: Node) -> tuple[list[Choice], Table]:
+        """The choices of a node, and the seconds of each."""
+        hint = self.graph.hints.get(node.outputs[0].name)
+        key = (node.op, tuple((t.shape, t.dtype) for t in node.inputs), repr(hint))
+        if key not in self.known:
+            domain = self._node_domain(node)
+            self.known[key] = domain, np.array([self._seconds(node, c) for c in domain])
+        return self.known[key]
+
     def _node_domain(self, node: Node) -> list[Choice]:
         signatures = node.op.signatures(
             tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
@@ -200,20 +214,26 @@ class _Solver:
     def _convert(self, tensor: Tensor, source: Layout, target: Layout) -> float:
         return boxing.seconds(source, target, tensor.shape, tensor.dtype, self.mesh, self.machine)
 
-    def _input_edges(self, index: int, node: Node) -> None:
-        updates = not set(node.outputs).isdisjoint(self.graph.assigns.values())
-        for i, tensor in enumerate(node.inputs):
-            producer, output = self.position[tensor]
-            table = np.array(
-                [
-                    [
-                        self._convert(tensor, a.outputs[output], b.inputs[i])
-                        for b in self.domains[index]
-                    ]
-                    for a in self.domains[producer]
-                ]
+    def _table(self, tensor: Tensor, consumer: int, operand: int | None) -> Table:
+        """Seconds to convert a tensor, by choice of its producer and of a consumer.
+
+        The consumer takes it as input `operand`, or, if that is None, is a variable that becomes it.
+        """
+        producer, output = self.position[tensor]
+        sources, targets = self.domains[producer], self.domains[consumer]
+        key = (id(sources), output, id(targets), operand, tensor.shape, tensor.dtype)
+        if key not in self.tables:
+            wanted = [t.outputs[0] if operand is None else t.inputs[operand] for t in targets]
+            self.tables[key] = np.array(
+                [[self._convert(tensor, s.outputs[output], w) for w in wanted] for s in sources]
             )
-            self._add_pair(producer, index, table * (_EXPOSED if updates else 1.0))
+        return self.tables[key]
+
+    def _input_edges(self, index: int, node: Node) -> None:
+        updates = not self.values.isdisjoint(node.outputs)
+        for i, tensor in enumerate(node.inputs):
+            table = self._table(tensor, index, i)
+            self._add_pair(self.position[tensor][0], index, table * (_EXPOSED if updates else 1.0))
 
     def _output_costs(self, unary: list[Table]) -> None:
         everywhere = (B,) * len(self.mesh.axes)
@@ -227,16 +247,8 @@ class _Solver:
     def _assign_edges(self, unary: list[Table]) -> None:
         for name, value in self.graph.assigns.items():
             variable = self.position[self.graph.variables[name].tensor][0]
-            producer, output = self.position[value]
-            table = np.array(
-                [
-                    [
-                        self._convert(value, a.outputs[output], b.outputs[0])
-                        for b in self.domains[variable]
-                    ]
-                    for a in self.domains[producer]
-                ]
-            )
+            producer = self.position[value][0]
+            table = self._table(value, variable, None)
             if producer == variable:
                 unary[producer] += table.diagonal()
             else:
