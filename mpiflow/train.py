@@ -29,7 +29,6 @@ from mpiflow.io import checkpoint, manifest, restore
 from mpiflow.io.dataset import DatasetReader, open_reader
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan, Program
-from mpiflow.plan.slice import slice_plan
 from mpiflow.plan.traffic import bytes_sent
 from mpiflow.report import Progress, final_table
 
@@ -67,7 +66,7 @@ def run(plan: Plan, transport: Transport, failure: Failure, options: Options) ->
 
 
 def _open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
-    view = slice_plan(plan, rank)
+    view = plan.slice(rank)
     readers: dict[str, DatasetReader] = {}
     for data in plan.data:
         # The full batches say which rows of each this rank reads; a set may have a tail only.
@@ -105,8 +104,7 @@ class _Loop:
         train = self.plan.program("train")
         assert train is not None
         self.train: Program = train
-        # Often enough for a signal to be heeded within a second or so.
-        self.agree_every = max(1, round(_AGREE_SECONDS / max(train.seconds, 1e-4)))
+        self.agreed, self.next_agreement = (time.monotonic(), self.step), self.step + 1
         self.digests = store.digest(self.plan), store.program_digest(self.plan)
 
     # -- the loop
@@ -136,7 +134,7 @@ class _Loop:
             improved = self._evaluate_due()
             if improved or self._save_due():
                 self._begin_save()
-            if self.step % self.agree_every == 0 and self._agree():
+            if self.step >= self.next_agreement and self._agree():
                 self.session.forget("train")
                 return True
             patience = self.plan.settings.patience
@@ -302,12 +300,17 @@ class _Loop:
     def _agree(self) -> bool:
         """Collective. Exchange what ranks know by themselves; whether to stop."""
         minutes = self.plan.settings.save_minutes
-        late = bool(minutes) and time.monotonic() - self.clock > 60 * minutes
-        mine = [self.asked_to_stop, late and self.root, self.session.writes.idle]
-        stop, save, stored = zip(
+        now, (before, step) = time.monotonic(), self.agreed
+        late = bool(minutes) and now - self.clock > 60 * minutes
+        pace = (now - before) / max(self.step - step, 1)
+        mine = [self.asked_to_stop, late and self.root, self.session.writes.idle, pace]
+        stop, save, stored, paces = zip(
             *(json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())),
             strict=True,
         )
+        # Often enough for a signal to be heeded within about a second, on the slowest rank.
+        self.agreed = now, self.step
+        self.next_agreement = self.step + max(1, round(_AGREE_SECONDS / max(paces)))
         if self._saving is not None and all(stored):
             self._commit()
         if any(save):
@@ -321,7 +324,7 @@ class _Loop:
             self.progress.say(text)
 
     def _say_start(self) -> None:
-        for line in self.start.remarks:
+        for line in (*self.plan.notes, *self.start.remarks):
             self._say(line)
         if self.step >= self.total:
             self._say(f"nothing to train: the run is at step {self.step} of {self.total}")

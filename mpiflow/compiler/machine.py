@@ -47,7 +47,7 @@ MACHINES = {
         link=3e9,
         storage=5e8,
         read_latency=5e-5,
-        process_bytes=100_000_000,
+        process_bytes=75_000_000,
     )
 }
 

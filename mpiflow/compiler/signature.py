@@ -217,7 +217,7 @@ class _Solver:
     def _table(self, tensor: Tensor, consumer: int, operand: int | None) -> Table:
         """Seconds to convert a tensor, by choice of its producer and of a consumer.
 
-        The consumer takes it as input `operand`, or, if that is None, is a variable that becomes it.
+        The consumer takes it as input `operand`; if that is None, it is a variable that becomes it.
         """
         producer, output = self.position[tensor]
         sources, targets = self.domains[producer], self.domains[consumer]

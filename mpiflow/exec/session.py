@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from operator import length_hint
@@ -18,7 +18,6 @@ from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.sbp import Box, Broadcast
 from mpiflow.plan.protocols import Reader, Writer
 from mpiflow.plan.records import READ, WRITE, Plan, Program, Register
-from mpiflow.plan.slice import slice_plan
 from mpiflow.plan.store import digest
 from mpiflow.plan.verify import verify
 
@@ -61,7 +60,7 @@ class Session:
         verify(plan)
         transport.check_same("plan digest", digest(plan))
         self.plan, self.transport = plan, transport
-        self.rank = slice_plan(plan, transport.rank)
+        self.rank = plan.slice(transport.rank)
         self.groups: dict[str, Group] = {
             axis: transport.group(self.rank.members(axis), axis) for axis in plan.mesh.names
         }
@@ -130,7 +129,7 @@ class Session:
         """Whether the plan has such a program."""
         return program in self._programs
 
-    def expect(self, program: str, steps: Iterable[int]) -> None:
+    def expect(self, program: str, steps: range) -> None:
         """Let the read stream begin on these steps."""
         read = self._programs[program].read
         if read is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,19 @@ class ReadTask:
     ) -> None:
         self.name, self.reader, self.rows, self.slots = name, reader, rows, slots
         self.limits, self.who = limits, who
-        self.steps: deque[int] = deque()
+        self.steps: deque[range] = deque()
         self.filled = 0
         self.acknowledged = 0
         self.seconds = 0.0
+
+    def next_step(self) -> int:
+        """Take the first of the steps still to be read."""
+        step, rest = self.steps[0][0], self.steps[0][1:]
+        if rest:
+            self.steps[0] = rest
+        else:
+            self.steps.popleft()
+        return step
 
     def fill(self, step: int) -> None:
         """Read the rows of a step into the next slot, and check the values used as indices."""
@@ -75,12 +84,13 @@ class ReadStream:
         self._start_thread = start_thread
         self._thread: threading.Thread | None = None
 
-    def expect(self, task: ReadTask, steps: Iterable[int]) -> None:
+    def expect(self, task: ReadTask, steps: range) -> None:
         """Read these steps next, in this order; earlier ones must have been used up."""
         with self._changed:
             if task not in self._tasks:
                 self._tasks.append(task)
-            task.steps.extend(steps)
+            if steps:
+                task.steps.append(steps)
             if self._thread is None:
                 self._thread = self._start_thread("read", self._run)
             self._changed.notify_all()
@@ -136,7 +146,7 @@ class ReadStream:
                 if self._closed or task is None:
                     return
                 self._filling = task
-                step = task.steps.popleft()
+                step = task.next_step()
             task.fill(step)
             with self._changed:
                 task.filled += 1

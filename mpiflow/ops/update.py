@@ -63,20 +63,17 @@ class SgdUpdate(FloatElementwise):
             pieces = [a[part] for a in arrays]
             self._update(shard.xp, [a[part] for a in flat], pieces, work[:n], work[size:][:n])
 
-    def _update(self, xp: Any, out: list[Any], arrays: list[Any], d: Any, scratch: Any) -> None:
-        w, g = arrays[:2]
+    def _update(self, xp: Any, out: list[Any], arrays: list[Any], work: Any, scratch: Any) -> None:
+        w, d = arrays[:2]
         if self.weight_decay:
-            xp.multiply(w, self.weight_decay, out=d)
-            xp.add(d, g, out=d)
-        else:
-            xp.copyto(d, g)
+            xp.multiply(w, self.weight_decay, out=work)
+            d = xp.add(work, d, out=work)
         if self.momentum:
-            m = out[1]
-            xp.multiply(arrays[2], self.momentum, out=m)
+            m = xp.multiply(arrays[2], self.momentum, out=out[1])
             xp.add(m, d, out=m)
             if self.nesterov:
                 xp.multiply(m, self.momentum, out=scratch)
-                xp.add(d, scratch, out=d)
+                d = xp.add(d, scratch, out=work)
             else:
                 d = m
         xp.multiply(d, self.lr, out=scratch)

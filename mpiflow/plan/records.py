@@ -17,10 +17,13 @@ those of the largest shard, which is always the one at coordinate 0 of every axi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
+
+if TYPE_CHECKING:
+    from mpiflow.plan.slice import RankPlan
 
 FORMAT = 1
 
@@ -217,6 +220,12 @@ class Plan:
     def dataset(self, name: str) -> DataSet:
         """The data set of that name."""
         return next(d for d in self.data if d.name == name)
+
+    def slice(self, rank: int) -> RankPlan:
+        """The plan seen from one rank."""
+        from mpiflow.plan.slice import RankPlan
+
+        return RankPlan(self.mesh, rank, self.mesh.coordinates(rank))
 
     def tensors(self, program: Program) -> dict[str, Register]:
         """Variables and the registers of a program, by name; names are unique over both."""

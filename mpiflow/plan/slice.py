@@ -7,7 +7,7 @@ from math import prod
 
 from mpiflow.graph import sbp
 from mpiflow.graph.mesh import Mesh
-from mpiflow.plan.records import Plan, Register, Task
+from mpiflow.plan.records import Register, Task
 from mpiflow.plan.volume import sent_elements
 
 
@@ -33,7 +33,8 @@ class RankPlan:
 
     def peer(self, axis: str, index: int) -> RankPlan:
         """The member at `index` of this rank's group along `axis`."""
-        return slice_mesh(self.mesh, self.members(axis)[index])
+        rank = self.members(axis)[index]
+        return RankPlan(self.mesh, rank, self.mesh.coordinates(rank))
 
     def counts(self, task: Task, registers: dict[str, Register]) -> tuple[int, ...]:
         """The element counts of a collective, as `volume.sent_elements` wants them."""
@@ -79,13 +80,3 @@ _ITEMSIZE = {
 
 def _common(a: sbp.Box, b: sbp.Box) -> int:
     return prod(max(0, min(x[1], y[1]) - max(x[0], y[0])) for x, y in zip(a, b, strict=True))
-
-
-def slice_mesh(mesh: Mesh, rank: int) -> RankPlan:
-    """The view of `rank` on any plan over `mesh`."""
-    return RankPlan(mesh, rank, mesh.coordinates(rank))
-
-
-def slice_plan(plan: Plan, rank: int) -> RankPlan:
-    """The view of `rank` on `plan`."""
-    return slice_mesh(plan.mesh, rank)

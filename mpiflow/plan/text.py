@@ -10,7 +10,7 @@ from typing import Any
 from mpiflow.graph.sbp import layout_text
 from mpiflow.plan.records import DataSet, Plan, Program, Register, Task
 from mpiflow.plan.simulator import Simulation, simulate
-from mpiflow.plan.slice import RankPlan, slice_plan
+from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.store import canonical, digest, program_digest
 from mpiflow.plan.traffic import bytes_sent
 
@@ -86,7 +86,7 @@ def show(plan: Plan) -> str:
     if plan.data:
         lines += ["", "data", *_table([_data_row(data) for data in plan.data])]
     if plan.variables:
-        rank = slice_plan(plan, 0)
+        rank = plan.slice(0)
         rows = [_variable_row(v, rank, v.where) for v in plan.variables]
         heads = ("name", "shape", "layout", "largest shard", ">size", "line")
         lines += ["", "variables", *_table(rows, heads)]
@@ -137,7 +137,7 @@ def _variable_row(tensor: Register, rank: RankPlan, where: str) -> tuple[str, ..
 def _program(plan: Plan, program: Program) -> list[str]:
     events = simulate(plan, program.name, 1).events
     tasks = {task.name: task for task in program.tasks}
-    tensors, rank = plan.tensors(program), slice_plan(plan, 0)
+    tensors, rank = plan.tensors(program), plan.slice(0)
     ordered = [tasks[event.task] for event in events]
     sides = [
         (_title(t), t.stream, "operands", size_text(t.nbytes) if t.nbytes else "",

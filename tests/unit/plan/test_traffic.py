@@ -2,7 +2,6 @@ import handmade
 import pytest
 from handmade import Maker, collective, compute, program
 
-from mpiflow.plan.slice import slice_plan
 from mpiflow.plan.traffic import bytes_sent, sent_by
 
 
@@ -37,7 +36,7 @@ def test_the_busiest_rank_is_found_without_asking_all(mesh, rows, columns):
     collectives = [task for task in train.tasks if task.kind == "collective"]
     sent = []
     for rank in range(plan.mesh.size):
-        view = slice_plan(plan, rank)
+        view = plan.slice(rank)
         each = [view.sent_bytes(task, tensors) for task in collectives]
         assert [sent_by(view, task, tensors) for task in collectives] == each
         sent.append(sum(each))
