@@ -40,7 +40,7 @@ class Packed:
     lower_bound: int
 
     def __str__(self) -> str:
-        ratio = self.nbytes / max(self.lower_bound, 1)
+        ratio = _align(self.nbytes) / max(self.lower_bound, 1)
         lines = [f"arena: {self.nbytes} bytes, {ratio:.3f} x the lower bound"]
         for program in self.programs:
             lines.append(f"  program {program.name}")

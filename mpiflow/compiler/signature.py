@@ -22,7 +22,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.errors import CompileError, SbpError
 from mpiflow.graph.graph import Graph, Hint, Node, Variable
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import B, Layout, S, Sbp
+from mpiflow.graph.sbp import B, Layout, S, Sbp, layout_text
 from mpiflow.graph.tensor import Tensor
 
 DATA = "data"
@@ -41,8 +41,8 @@ class Choice:
     outputs: tuple[Layout, ...]
 
     def __str__(self) -> str:
-        sides = (" , ".join(map(str, side)) for side in (self.inputs, self.outputs))
-        return " -> ".join(sides)
+        inputs, outputs = (", ".join(map(layout_text, x)) for x in (self.inputs, self.outputs))
+        return f"{inputs} -> {outputs}".lstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Placed:
 
     def __str__(self) -> str:
         lines = [f"layouts of {self.graph.name}: {self.seconds:.3e} s predicted"]
-        lines += [f"  {t.name:40} {layout}" for t, layout in self.sources.items()]
-        lines += [f"  {node.name:40} {choice}" for node, choice in self.nodes]
+        lines += [f"  {t.name:34} {layout_text(layout)}" for t, layout in self.sources.items()]
+        lines += [f"  {node.name:34} {choice}" for node, choice in self.nodes]
         return "\n".join(lines)
 
 

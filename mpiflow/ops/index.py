@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from mpiflow.errors import GraphError
@@ -41,8 +42,16 @@ class ArgMax(Op):
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         return ("int64",)
 
+    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        return 0 if self.dim == len(inputs[0]) - 1 else 8 * prod(inputs[0])
+
     def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.argmax(x, axis=self.dim, out=out)
+        xp = shard.xp
+        if self.dim != x.ndim - 1:  # argmax would copy x to bring its dim to the end
+            moved = xp.moveaxis(x, self.dim, -1)
+            x = shard.work[: x.nbytes].view(x.dtype).reshape(moved.shape)
+            xp.copyto(x, moved)
+        xp.argmax(x, axis=-1, out=out)
 
 
 class RowIndex(Op):

@@ -68,9 +68,9 @@ class Linear(Product):
 
     def kernel(self, shard: ShardView, out: Any, x: Any, w: Any) -> None:
         w = w.T if self.transpose else w
-        rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 and x.size else x
-        flat = out.reshape(-1, out.shape[-1]) if out.ndim != 2 and x.size else out
-        shard.xp.matmul(rows, w, out=flat)
+        if x.ndim != 2 and x.size and out.size:  # rows as one matrix: one product, not many
+            x, out = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
+        shard.xp.matmul(x, w, out=out)
 
 
 @op

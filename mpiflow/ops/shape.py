@@ -106,14 +106,15 @@ class Reshape(Op):
         left: list[tuple[str, ...]] = []
         right: list[tuple[str, ...]] = []
         for number, (a, b) in enumerate(_groups(shapes[0], self.shape)):
-            names = [f"g{number}_{i}" for i in range(max(len(a), len(b)))]
-            if len(a) == 1 or len(b) == 1:
-                apart, joined = [(x,) for x in names], [tuple(names)]
-                left += apart if len(b) == 1 else joined
-                right += joined if len(b) == 1 else apart
+            names = tuple(f"g{number}_{i}" for i in range(max(len(a), len(b))))
+            apart, joined = [(name,) for name in names], [names]
+            if len(a) == 1 and b:
+                left, right = left + joined, right + apart
+            elif len(b) == 1 and a:
+                left, right = left + apart, right + joined
             else:
-                left += [(f"whole{x}",) for x in names[: len(a)]]
-                right += [(f"whole{x}'",) for x in names[: len(b)]]
+                left += [(f"whole{name}",) for name in names[: len(a)]]
+                right += [(f"whole{name}'",) for name in names[: len(b)]]
         return Rule((tuple(left),), (tuple(right),))
 
     def sizes(self) -> dict[str, int]:
