@@ -168,7 +168,12 @@ def _title(task: Task) -> str:
 def _operands(task: Task, tensors: dict[str, Register], rank: RankPlan, width: int) -> str:
     """`x S(0) 64x64, w B 64x10 -> h S(0) 64x10`, cut where it grows too long for a line."""
     sides = [[_tensor(tensors[n], rank) for n in names] for names in (task.inputs, task.outputs)]
-    if task.outputs == (task.name,):  # no need to say it twice
+    if task.outputs and all(
+        n in task.inputs or tensors[n].aliases in task.inputs for n in task.outputs
+    ):
+        changed = layout_text(tensors[task.outputs[0]].layout)
+        sides[1] = [f"{changed} in place" if task.kind == "collective" else "in place"]
+    elif task.outputs == (task.name,):  # no need to say it twice
         sides[1] = [sides[1][0].removeprefix(f"{task.name} ")]
     room = width - 4
     if sum(len(text) + 2 for side in sides for text in side) > room:

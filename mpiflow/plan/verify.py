@@ -17,7 +17,7 @@ from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import Broadcast, Partial, layout_text
 from mpiflow.plan.records import COMPUTE, READ, WRITE, Plan, Program, Task
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
-from mpiflow.plan.verify_memory import check_memory
+from mpiflow.plan.verify_memory import check_between, check_memory
 from mpiflow.plan.verify_order import order_of
 
 _STREAMS = {"compute": COMPUTE, "read": READ, "write": WRITE}
@@ -46,6 +46,7 @@ def verify(plan: Plan) -> None:
             )
     for program in plan.programs:
         _check_program(plan, program, arena)
+    check_between(plan)
     if plan.variables and plan.program("initialise") is None:
         raise VerifyError("the plan has variables and no program 'initialise' that writes them")
 

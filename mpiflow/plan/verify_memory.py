@@ -54,6 +54,42 @@ def check_memory(plan: Plan, program: Program, order: Order) -> None:
     _sweep(_pieces(plan, program, order, readers, writers), program, order)
 
 
+def check_between(plan: Plan) -> None:
+    """Memory that reads and writes touch outlives a step: no other program may use it.
+
+    A sweep over the arena: of each program the piece that reaches furthest is enough to compare.
+    """
+    spans = sorted(
+        span for program in plan.programs for span in _spans(program) if span[0] < span[1]
+    )
+    furthest: dict[tuple[str, bool], tuple[int, str]] = {}
+    for start, stop, program, name, lasting in spans:
+        for (other, other_lasts), (end, other_name) in furthest.items():
+            if other != program and (lasting or other_lasts) and end > start:
+                first, second = (name, other_name) if lasting else (other_name, name)
+                raise VerifyError(
+                    f"{first} of program {program if lasting else other} is filled or stored"
+                    f" beside the steps of other programs, and shares bytes [{start}, "
+                    f"{min(end, stop)}) with {second} of program {other if lasting else program}"
+                )
+        key = (program, lasting)
+        furthest[key] = max(furthest.get(key, (0, "")), (stop, name))
+
+
+def _spans(program: Program) -> list[tuple[int, int, str, str, bool]]:
+    """Start, stop, program, name of all memory of a program, and whether it outlives a step."""
+    lasting = {n for t in program.tasks if t.stream == READ for n in t.outputs}
+    lasting |= {n for t in program.tasks if t.stream == WRITE for n in t.inputs}
+    spans = [
+        (r.offset, r.offset + r.nbytes * r.slots, program.name, r.name, r.name in lasting)
+        for r in program.registers
+    ]
+    return spans + [
+        (t.workspace[0], sum(t.workspace), program.name, f"the workspace of {t.name}", False)
+        for t in program.tasks
+    ]
+
+
 Uses = defaultdict[str, list[int]]
 
 
