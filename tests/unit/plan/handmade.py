@@ -120,10 +120,10 @@ def dense():
     ]  # fmt: skip
     train = program("train", registers, tasks, outputs=(Output("loss", "loss"),), data="train",
                     seconds=0.01)  # fmt: skip
-    save = program("save", [m.tensor("w.copy", (4, 4), "B", 128)], [
+    save = program("save", [m.tensor("w.copy", (4, 4), "B", 480)], [
         compute("s0", "copy", "w", "w.copy"), write("s1", "w.copy"), write("s2", "b"),
     ])  # fmt: skip
-    return m.plan([w, b], [init, train, save], 480, (data_set(),))
+    return m.plan([w, b], [init, train, save], 544, (data_set(),))
 
 
 def sharded():
@@ -159,10 +159,10 @@ def sharded():
     ]  # fmt: skip
     train = program("train", registers, tasks, outputs=(Output("loss", "l.all", total=True),),
                     data="train")  # fmt: skip
-    evaluate = program("evaluate", [m.tensor("l", (), "B B", 32)],
+    evaluate = program("evaluate", [m.tensor("l", (), "B B", 352)],
                        [compute("e0", "norm", "v", "l")],
                        outputs=(Output("norm", "l"),))  # fmt: skip
-    return m.plan([v], [init, train, evaluate], 352, (data_set(),))
+    return m.plan([v], [init, train, evaluate], 356, (data_set(),))
 
 
 def chain(length, streams=1):

@@ -26,7 +26,7 @@ CASES = [
     (replace(PLAN, identity=PLAN.identity[:2]), ["program batch: 5 -> gone"]),
     (replace(PLAN, data=(replace(PLAN.data[0], seed=4),)), ["data train seed: 0 -> 4"]),
     (replace(PLAN, arenas=(("host", 2048),)),
-     ["memory arena host: 480 bytes (480 B) -> 2048 bytes (2.00 KiB)"]),
+     ["memory arena host: 544 bytes (544 B) -> 2048 bytes (2.00 KiB)"]),
     (replace(PLAN, variables=PLAN.variables[:1]),
      ["variable b: float32 (4,) B, 16 bytes -> gone"]),
     (replace(PLAN, notes=()), ["note only in the first: the last 2 rows of an epoch are left out"]),

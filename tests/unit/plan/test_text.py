@@ -66,7 +66,7 @@ def test_summary_has_the_figures_of_the_plan():
     assert (figures["nodes"], figures["tasks"]) == (8, 16)
     assert figures["plan_bytes"] == len(store.canonical(plan))
     assert figures["predicted"]["step_seconds"] == 0.01
-    assert figures["predicted"]["peak_bytes"] == {"host": 480}
+    assert figures["predicted"]["peak_bytes"] == {"host": 544}
     assert figures["predicted"]["bytes_sent"] == 84
     assert figures["collectives"] == [
         {"kind": "all_reduce", "axis": "data", "bytes": 80, "times": 1},
