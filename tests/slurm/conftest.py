@@ -3,6 +3,7 @@ their own, started once a session and stopped by the process ids that were start
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import socket
@@ -44,6 +45,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 MpiDefault=none
+# MPICH names its shared memory after the job id; what a killed job of an earlier session left
+# behind under the same id would break MPI_Init.
+FirstJobId={first_job}
 ReturnToService=2
 KillWait=5
 MinJobAge=3600
@@ -135,7 +139,8 @@ def _write_files(folder):
         f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000"
         for node, port in zip(NODES, ports[1:], strict=True)
     )
-    text = CONFIG.format(host=host, control=ports[0], folder=folder, nodes=nodes)
+    names = {"host": host, "control": ports[0], "folder": folder, "nodes": nodes}
+    text = CONFIG.format(first_job=random.randrange(10**6, 6 * 10**7), **names)
     (folder / "slurm.conf").write_text(text)
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))

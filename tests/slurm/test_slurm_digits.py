@@ -3,16 +3,20 @@
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SINGLE, MULTI = ROOT / "slurm/single-node.sbatch", ROOT / "slurm/multi-node.sbatch"
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
 STEPS = 60
+# What srun gives when a rank failed: that rank's code, or that of the ranks it ended for it.
+FAILED = {1, 137, 143}
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +28,20 @@ def folder(tmp_path_factory):
         patch.setattr(sys, "argv", ["pack_digits.py", "--out", str(folder / "digits")])
         runpy.run_path(str(ROOT / "examples/pack_digits.py"), run_name="__main__")
     for ranks in (2, 4):
-        command = ["plan", str(ROOT / "examples/digits.py"), "--ranks", str(ranks)]
-        subprocess.run(
-            [sys.executable, "-m", "mpiflow", *command, "-o", f"{ranks}.plan"],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            check=True,
-        )
+        make_plan(folder, ranks)
     return folder
+
+
+def make_plan(folder, ranks):
+    command = ["plan", str(ROOT / "examples/digits.py"), "--ranks", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mpiflow", *command, "-o", f"{ranks}.plan"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def submit(slurm, folder, script, *arguments, options=()):
@@ -63,31 +73,48 @@ def test_a_script_trains_the_digits(script, plan, options, slurm, folder):
     assert rows[-1]["bytes_sent"] == rows[-1]["predicted"]["bytes_sent"] > 0
 
 
-@pytest.mark.ranks(4)
-def test_missing_data_fail_the_job(slurm, folder):
+def test_missing_data_end_the_job_before_any_rank_starts(slurm, folder, monkeypatch):
     empty = folder / "empty"
     empty.mkdir()
-    arguments = ("4.plan", "--data", empty, "--out", "missing")
-    job = submit(slurm, folder, MULTI, *arguments, options=TWO_BY_TWO)
+    monkeypatch.setenv("MPIFLOW_DATA", str(empty))
+    job = submit(slurm, folder, MULTI, "4.plan", "--out", "missing", options=TWO_BY_TWO)
     assert (job.state, job.exit_code) == ("FAILED", 1), job.output
-    assert "train-*.h5" in job.output
-    assert not (folder / "missing/metrics.jsonl").exists()
+    assert "digits/train-000.h5" in job.output
+    assert "srun" not in job.output
+    assert not (folder / "missing").exists()
+
+
+@pytest.mark.ranks(4)
+def test_a_failing_rank_fails_the_job(slurm, folder):
+    spoilt = folder / "spoilt"
+    shutil.copytree(folder / "digits", spoilt / "digits")
+    with h5py.File(spoilt / "digits/train-002.h5", "r+") as file:
+        file["label"][7] = 10
+    make_plan(spoilt, 4)
+    job = submit(slurm, spoilt, MULTI, "4.plan", options=TWO_BY_TWO)
+    assert job.state == "FAILED", job.output
+    assert job.exit_code in FAILED, job.output
+    assert "10" in job.output
+    assert "train-002.h5" in job.output
 
 
 @pytest.mark.ranks(4)
 def test_srun_without_pmi_is_refused(slurm, folder, monkeypatch):
     monkeypatch.setenv("MPIFLOW_SRUN_MPI", "none")
     job = submit(slurm, folder, MULTI, "4.plan", "--out", "alone", options=TWO_BY_TWO)
-    assert (job.state, job.exit_code) == ("FAILED", 1), job.output
-    assert "--mpi" in job.output
-    assert not (folder / "alone/metrics.jsonl").exists()
+    assert job.state == "FAILED", job.output
+    assert job.exit_code in FAILED, job.output
+    assert "--mpi=pmi2" in job.output
+    assert not (folder / "alone").exists()
 
 
 @pytest.mark.ranks(2)
 def test_a_plan_for_another_number_of_ranks_is_refused(slurm, folder):
     job = submit(slurm, folder, SINGLE, "4.plan", "--out", "other")
-    assert (job.state, job.exit_code) == ("FAILED", 1), job.output
-    assert not (folder / "other/metrics.jsonl").exists()
+    assert job.state == "FAILED", job.output
+    assert job.exit_code in FAILED, job.output
+    assert "the plan is for 4 ranks" in job.output
+    assert not (folder / "other").exists()
 
 
 def test_a_damaged_plan_ends_the_job_before_any_rank_starts(slurm, folder):

@@ -45,7 +45,14 @@ def test_srun_is_given_pmi_the_cpus_and_all_arguments(name, tmp_path):
     run_template(name, tmp_path, "my run/a.plan", "--steps", "3", SLURM_CPUS_PER_TASK="8")
     given = arguments_of("srun", tmp_path)
     assert given[:2] == ["--mpi=pmi2", "--cpus-per-task=8"]
-    assert given[given.index("mpiflow") :] == ["mpiflow", "run", "my run/a.plan", "--steps", "3"]
+    run = ["mpiflow", "run", "--data", ".", "my run/a.plan", "--steps", "3"]
+    assert given[given.index("mpiflow") :] == run
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_folder_of_the_data_can_be_named(name, tmp_path):
+    run_template(name, tmp_path, "a.plan", MPIFLOW_DATA="/data of mine")
+    assert arguments_of("srun", tmp_path)[-3:] == ["--data", "/data of mine", "a.plan"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -63,8 +70,9 @@ def test_threads_are_the_cpus_of_a_rank_unless_the_user_says(name, own, threads,
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_bad_plan_ends_the_job_before_srun(name, tmp_path):
-    assert run_template(name, tmp_path, "a.plan", check=5).returncode == 5
-    assert arguments_of("mpiflow", tmp_path) == ["check", "a.plan"]
+    done = run_template(name, tmp_path, "a.plan", check=5, MPIFLOW_DATA="/data of mine")
+    assert done.returncode == 5
+    assert arguments_of("mpiflow", tmp_path) == ["check", "a.plan", "--data", "/data of mine"]
     assert not (tmp_path / "srun.log").exists()
 
 
