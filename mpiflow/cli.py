@@ -6,12 +6,15 @@ A command imports what it needs when it runs: planning must work where mpi4py an
 from __future__ import annotations
 
 import argparse
+import inspect
+import io
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpiflow.errors import MpiflowError, UsageError
 from mpiflow.version import __version__
@@ -24,16 +27,15 @@ Arguments = argparse.Namespace
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code: 0 done, 1 error, 2 usage, 75 stopped as asked."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--json" in given and not {"-h", "--help"} & set(given):
+        return _main_json(given)
     try:
-        code = options.command(options)
+        code = _run(given)[1]
         sys.stdout.flush()
-        return int(code or 0)
+        return code
     except MpiflowError as error:
-        if getattr(options, "json", False):
-            print(json.dumps({"error": str(error), "kind": type(error).__name__}))
-        else:
-            print(f"mpiflow: {error}", file=sys.stderr)
+        print(f"mpiflow: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe has seen enough; leave nothing for the interpreter to flush.
@@ -41,9 +43,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _main_json(given: list[str]) -> int:
+    """`main` with --json: one object, and what a job file prints is among its notes."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            answer, code = _run(given)
+        except MpiflowError as error:
+            answer, code = {"error": str(error), "kind": type(error).__name__}, error.exit_code
+    if said := printed.getvalue().splitlines():
+        answer["notes"] = [*answer.get("notes", []), *said]
+    print(json.dumps(answer))
+    return code
+
+
+def _run(given: list[str]) -> tuple[dict[str, Any], int]:
+    """The JSON object of a command that was asked for one, and the exit code."""
+    options = parser().parse_args(given)
+    options.answer = {}
+    try:
+        code = options.command(options)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:
+            raise
+        name = error.filename if error.filename2 is None else error.filename2
+        raise MpiflowError(f"{name}: {error.strerror}") from error
+    return options.answer, int(code or 0)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; a command's docstring is its help."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="mpiflow",
         description="Train neural networks as MPI jobs from a plan compiled before the run.",
     )
@@ -61,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add(commands: Any, function: Callable[..., Any], arguments: tuple[_Argument, ...]) -> None:
     name = function.__name__.rpartition("_")[2]
-    text = (function.__doc__ or "").strip()
+    text = inspect.cleandoc(function.__doc__ or "")
     command = commands.add_parser(
         name,
         help=text.splitlines()[0],
@@ -99,7 +136,7 @@ def plan(options: Arguments) -> None:
     if options.output:
         store.save(made, options.output)
     if options.json:
-        print(json.dumps({**text.summary(made), "compile_seconds": round(seconds, 3)}))
+        options.answer = {**text.summary(made), "compile_seconds": round(seconds, 3)}
         return
     print(text.show(made))
     print(f"\ncompiled in {seconds:.2f} s")
@@ -147,7 +184,7 @@ def check(options: Arguments) -> None:
     for data in made.data:
         check_files(data, Path(options.data))
     if options.json:
-        print(json.dumps({"ok": True, **text.summary(made)}))
+        options.answer = {"ok": True, **text.summary(made)}
         return
     tasks = sum(len(p.tasks) for p in made.programs)
     print(f"{options.plan}: {made.job} for {made.mesh.size} ranks on mesh {made.mesh}")
@@ -168,9 +205,14 @@ def simulate(options: Arguments) -> None:
     began = time.perf_counter()
     made = _plan_or_job(options)
     compiled = time.perf_counter() - began
+    if made.program(options.program) is None:
+        known = ", ".join(program.name for program in made.programs)
+        raise UsageError(f"--program {options.program}: the plan has {known}")
+    if options.steps < 1:
+        raise UsageError(f"--steps must be at least 1, not {options.steps}")
     result = run_simulation(made, options.program, options.steps)
     if options.json:
-        print(json.dumps({
+        options.answer = {
             **text.summary(made),
             "compile_seconds": round(compiled, 3),
             "program": options.program,
@@ -178,7 +220,7 @@ def simulate(options: Arguments) -> None:
             "first_step_seconds": result.first_step_seconds,
             "busy": dict(result.busy),
             "exposed": dict(result.exposed),
-        }))  # fmt: skip
+        }
         return
     print(text.timeline(result))
 
@@ -189,7 +231,7 @@ def diff(options: Arguments) -> int:
 
     lines = compare(_load(options.a), _load(options.b))
     if options.json:
-        print(json.dumps({"equal": not lines, "differences": lines}))
+        options.answer = {"equal": not lines, "differences": lines}
     else:
         print("\n".join(lines) if lines else "the plans are equal")
     return 1 if lines else 0
@@ -201,6 +243,8 @@ def _load(path: str) -> Plan:
 
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file (in {Path.cwd()})")
+    if path.partition(":")[0].endswith(".py"):
+        raise UsageError(f"{path}: a job file; make a plan of it with `mpiflow plan`")
     made = store.load(path, version=__version__)
     verify(made)
     return made
@@ -259,12 +303,15 @@ def run(options: Arguments) -> int:
 
 def _plan_text(options: Arguments, ranks: int) -> str:
     """The plan as its file holds it, loaded or compiled. Rank 0 only."""
+    from mpiflow.graph.mesh import parse_mesh
     from mpiflow.plan import store
 
     if options.job.endswith(".plan"):
         made = _load(options.job)
     else:
         options.ranks = ranks
+        if options.mesh and (size := parse_mesh(options.mesh).size) != ranks:
+            raise UsageError(f"--mesh {options.mesh} is for {size} ranks, {ranks} were started")
         made = _compile(options)
     return store.dumps(made).decode()
 
@@ -322,10 +369,10 @@ def data_info(options: Arguments) -> int:
 
     found = info(options.pattern, Path(options.data))
     if options.json:
-        print(json.dumps(asdict(found)))
+        options.answer = asdict(found)
     else:
         print(info_text(found))
-    return 0 if found.shards else 1
+    return 1 if found.problems else 0
 
 
 def checkpoint_info(options: Arguments) -> None:
@@ -333,7 +380,7 @@ def checkpoint_info(options: Arguments) -> None:
     from mpiflow.io.checkpoint_info import describe, info
 
     if options.json:
-        print(json.dumps(info(Path(options.path), deep=options.deep)))
+        options.answer = info(Path(options.path), deep=options.deep)
     else:
         print(describe(Path(options.path), deep=options.deep))
 
@@ -344,7 +391,7 @@ def doctor(options: Arguments) -> int:
 
     findings = examine()
     if options.json:
-        print(json.dumps([finding.plain() for finding in findings]))
+        options.answer = {"findings": [finding.plain() for finding in findings]}
     else:
         for finding in findings:
             print(finding)

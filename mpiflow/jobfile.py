@@ -5,21 +5,28 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
 from mpiflow.errors import JobError, MpiflowError, UsageError
-from mpiflow.job import Job
+from mpiflow.graph.tensor import Tensor
+from mpiflow.job import Job, Model
+
+_PACKAGE = str(Path(__file__).resolve().parent)
+_LINE = re.compile(r"\.py:\d")
 
 
 def load_job(target: str, settings: Sequence[str] = ()) -> tuple[Job, Path]:
     """The job that a file's function returns, and the folder of the file.
 
-    `settings` are NAME=VALUE texts for the function's arguments.
+    `settings` are NAME=VALUE texts for the function's arguments. Whatever the file raises, while
+    it is loaded or when its model is called, is an MpiflowError that names the user's line.
     """
     name, _, function_name = target.partition(":")
     path = Path(name)
@@ -38,17 +45,25 @@ def load_job(target: str, settings: Sequence[str] = ()) -> tuple[Job, Path]:
     job = _calling(path, lambda: function(**arguments))
     if not isinstance(job, Job):
         raise JobError(f"{target} returned {type(job).__name__}, not an mpiflow Job")
-    return job, path.resolve().parent
+    return replace(job, model=_explained(path, job.model)), path.resolve().parent
+
+
+def _explained(path: Path, model: Model) -> Model:
+    def explained(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = _calling(path, lambda: model(batch))
+        return outputs
+
+    return explained
 
 
 def parse_settings(
     function: Callable[..., Any], settings: Sequence[str], target: str
 ) -> dict[str, Any]:
     """Arguments of `function` from NAME=VALUE texts, as the types of its parameters ask."""
-    parameters = inspect.signature(function).parameters
+    parameters = _settable(function)
     try:
         hints = get_type_hints(function)
-    except NameError:
+    except (NameError, AttributeError, TypeError):
         hints = {}
     arguments = {}
     for text in settings:
@@ -56,12 +71,30 @@ def parse_settings(
         if not equals:
             raise UsageError(f"--set {text}: write --set NAME=VALUE")
         if name not in parameters:
-            known = ", ".join(f"{p.name}={p.default!r}" for p in parameters.values())
+            known = ", ".join(map(_default_text, parameters.values())) or "none"
             raise UsageError(f"--set {text}: {target} has no setting {name!r}; it has {known}")
         default = parameters[name].default
         kind = hints.get(name, type(default) if default is not inspect.Parameter.empty else str)
         arguments[name] = _value(text, value, kind)
+    for parameter in parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.name not in arguments:
+            raise UsageError(
+                f"{target}: the setting {parameter.name!r} has no default; give it with"
+                f" --set {parameter.name}=VALUE"
+            )
     return arguments
+
+
+def _settable(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters that can be given by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters
+    return {name: p for name, p in parameters.items() if p.kind in by_name}
+
+
+def _default_text(parameter: inspect.Parameter) -> str:
+    empty = parameter.default is inspect.Parameter.empty
+    return parameter.name if empty else f"{parameter.name}={parameter.default!r}"
 
 
 def _value(setting: str, text: str, kind: Any) -> Any:
@@ -99,19 +132,27 @@ def _import(path: Path) -> ModuleType:
 
 
 def _calling(path: Path, function: Callable[[], Any]) -> Any:
+    """What a function of the user's file gives; what it raises, with the line that raised it."""
     try:
         return function()
-    except (MpiflowError, KeyboardInterrupt):
-        raise
+    except MpiflowError as error:
+        line = _line(path, error)
+        if _LINE.search(str(error)) or not line.startswith(str(path.resolve())):
+            raise
+        raise type(error)(f"{error}\n  {line}") from error
+    except SystemExit as error:
+        raise JobError(f"the job file left by sys.exit({error.code!r})\n"
+                       f"  {_line(path, error)}") from error  # fmt: skip
     except Exception as error:
         raise JobError(f"{type(error).__name__}: {error}\n  {_line(path, error)}") from error
 
 
-def _line(path: Path, error: Exception) -> str:
-    """The innermost line of the user's file that the error came from."""
-    resolved = str(path.resolve())
+def _line(path: Path, error: BaseException) -> str:
+    """Where in the user's file an error came from; and where outside of mpiflow it arose."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame for frame in frames if frame.filename == resolved] or frames[-1:]
-    return f"{lines[-1].filename}:{lines[-1].lineno}"
+    own = [frame for frame in frames if frame.filename == str(path.resolve())]
+    others = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<"))]
+    ends = (own[-1:] + others[-1:]) or frames[-1:]
+    return "\n  ".join(dict.fromkeys(f"{frame.filename}:{frame.lineno}" for frame in ends))

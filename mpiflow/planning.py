@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mpiflow.compiler.driver import Observer, Target, compile_job
@@ -12,6 +13,8 @@ from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.tensor import DTYPES
 from mpiflow.job import Dataset, Job
 from mpiflow.plan.records import DataSet, Plan
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def choose_mesh(ranks: int | None, mesh: str | None) -> Mesh:
@@ -39,10 +42,9 @@ def make_plan(
 
     data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
     for name, dataset in job.evaluations.items():
-        if name == "train":
-            raise JobError(f"job {job.name}: an evaluation cannot be named 'train'")
+        _check_name(job, name)
         data[name] = inspect_data(name, dataset, data_folder, drop=False)
-    return compile_job(
+    plan = compile_job(
         job,
         data,
         Target(mesh, find_machine(machine)),
@@ -50,6 +52,33 @@ def make_plan(
         cache_bytes=cache_bytes,
         observe=observe,
     )
+    _check_best(plan)
+    return plan
+
+
+def _check_name(job: Job, name: str) -> None:
+    """An evaluation's name is part of program names and of metrics (`NAME.accuracy`)."""
+    if name == "train" or name.endswith("_tail") or not _NAME.fullmatch(name):
+        raise JobError(
+            f"job {job.name}: an evaluation cannot be named {name!r}; use letters, digits, '-' and"
+            " '_', but not 'train', and no '_tail' at the end"
+        )
+
+
+def _check_best(plan: Plan) -> None:
+    """JobError unless an evaluation gives the metric by which checkpoints are compared."""
+    metrics = dict.fromkeys(
+        f"{program.data}.{output.name}"
+        for data in plan.data[1:]
+        for program in plan.programs
+        if program.data == data.name
+        for output in program.outputs
+    )
+    best = plan.settings.best
+    if best and best not in metrics:
+        raise JobError(
+            f"job {plan.job}: best={best!r} is no metric; there are {', '.join(metrics)}"
+        )
 
 
 def inspect_data(name: str, dataset: Dataset, folder: Path, *, drop: bool) -> DataSet:

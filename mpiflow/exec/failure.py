@@ -25,6 +25,8 @@ from mpiflow.exec.transport import Aborted, Transport, is_on_all_ranks
 
 # The rank that prints ends the others; these wait that long for it, and end the job if it cannot.
 GRACE_SECONDS = 3.0
+# mpiexec forwards what a rank writes, and may drop what it has not read when the rank aborts.
+DRAIN_SECONDS = 0.2
 # How long a failed thread waits for the main thread, which may be deep in a kernel.
 THREAD_GRACE_SECONDS = 5.0
 
@@ -105,6 +107,8 @@ class Failure:
             with suppress(OSError):
                 trace = "".join(traceback.format_exception(error))
                 (self._folder / "failure.txt").write_text(f"{text}\n{trace}")
+        if self._transport.size > 1:
+            time.sleep(DRAIN_SECONDS)
 
     def _is_first(self, error: BaseException) -> bool:
         if is_on_all_ranks(error):
