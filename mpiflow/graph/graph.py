@@ -91,6 +91,7 @@ class Graph:
         if name in self.inputs:
             raise GraphError(f"input {name!r} is declared twice")
         tensor = Tensor(self, f"batch/{name}", shape, dtype, where=self.where)
+        self._counts[tensor.name] = 1
         self.inputs[name] = tensor
         return tensor
 
@@ -111,9 +112,12 @@ class Graph:
                 f"variable {name!r} exists already (made at {first}); give the second one another"
                 f" name, or pass the variable itself to share it\n  {self.where}"
             )
+        if name in self._counts:
+            raise GraphError(f"variable {name!r}: a node or layer has this name\n  {self.where}")
         if any(size < 1 for size in shape):
             raise GraphError(f"variable {name!r} has an empty shape {tuple(shape)}\n  {self.where}")
         tensor = Tensor(self, name, tuple(shape), dtype, where=self.where)
+        self._counts[name] = 1
         self.variables[name] = Variable(tensor, init, trainable, sbp)
         return tensor
 

@@ -85,7 +85,7 @@ class Tensor:
         return arithmetic["divide"](other, self)
 
     def __neg__(self) -> Tensor:
-        return arithmetic["multiply"](self, -1.0)
+        return arithmetic["multiply"](self, -1)
 
     def __matmul__(self, other: Any) -> Tensor:
         return arithmetic["matmul"](self, other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpiflow.errors import GraphError
-from mpiflow.graph.graph import current
+from mpiflow.graph.graph import current, user_line
 from mpiflow.graph.op import Op
 from mpiflow.graph.tensor import Tensor, is_float
 
@@ -17,6 +17,11 @@ def apply(op: Op, *inputs: Tensor) -> Tensor:
     return graph.add(op, *inputs)[0]
 
 
+def refusal(message: str) -> GraphError:
+    """The error for a call that cannot become a node, with the user's line."""
+    return GraphError(f"{message}\n  {user_line()}")
+
+
 def require_float(op: Op, dtypes: tuple[str, ...]) -> None:
     """Raise unless all inputs are floating-point."""
     for dtype in dtypes:
@@ -27,5 +32,5 @@ def require_float(op: Op, dtypes: tuple[str, ...]) -> None:
 def dim_index(rank: int, dim: int, what: str) -> int:
     """`dim` counted from the front; negative ones count from the back."""
     if not -rank <= dim < rank:
-        raise GraphError(f"{what}: there is no dim {dim} in a tensor of {rank} dims")
+        raise refusal(f"{what}: there is no dim {dim} in a tensor of {rank} dims")
     return dim % rank

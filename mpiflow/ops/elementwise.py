@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpiflow.errors import GraphError
 from mpiflow.graph.op import Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape
-from mpiflow.graph.tensor import Tensor, arithmetic
-from mpiflow.ops.base import Gradients, Tensors, apply, require_float
+from mpiflow.graph.tensor import Tensor, arithmetic, is_float
+from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
 from mpiflow.ops.reduction import reduce_to
 
 
@@ -56,8 +58,17 @@ class FloatElementwise(Elementwise):
         return super().dtypes(dtypes)
 
 
+class Arithmetic(Elementwise):
+    """An elementwise op on numbers of any dtype."""
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        if "bool" in dtypes:
+            raise GraphError(f"{self.name} takes numbers, not bool; cast it")
+        return super().dtypes(dtypes)
+
+
 @op
-class Add(Elementwise):
+class Add(Arithmetic):
     """x + y."""
 
     linear = ((0, 1),)
@@ -71,7 +82,7 @@ class Add(Elementwise):
 
 
 @op
-class Subtract(Elementwise):
+class Subtract(Arithmetic):
     """x - y."""
 
     linear = ((0, 1),)
@@ -86,7 +97,7 @@ class Subtract(Elementwise):
 
 
 @op
-class Multiply(Elementwise):
+class Multiply(Arithmetic):
     """x * y."""
 
     linear = ((0,), (1,))
@@ -261,13 +272,17 @@ def scale(x: Tensor, by: float) -> Tensor:
     return apply(Scale(_number(x, by)), x)
 
 
-def _number(x: Tensor, by: float) -> float:
+def _number(x: Tensor, by: Any) -> float:
     whole = isinstance(by, int) and not isinstance(by, bool)
     if not whole and not isinstance(by, float):
-        raise GraphError(f"{x.name}: {by!r} ({type(by).__name__}) is neither a tensor nor a number")
-    if not x.dtype.startswith("float") and (not whole or x.dtype == "bool"):
-        raise GraphError(f"{x.name} is {x.dtype}; cast it before arithmetic with {by!r}")
-    return by if whole and not x.dtype.startswith("float") else float(by)
+        raise refusal(f"{x.name}: {by!r} ({type(by).__name__}) is neither a tensor nor a number")
+    if is_float(x.dtype):
+        return float(by)
+    if not whole or x.dtype == "bool":
+        raise refusal(f"{x.name} is {x.dtype}; cast it before arithmetic with {by!r}")
+    if not np.iinfo(x.dtype).min <= by <= np.iinfo(x.dtype).max:
+        raise refusal(f"{x.name} is {x.dtype}, which cannot hold {by}; cast it")
+    return by
 
 
 def add(x: Tensor, y: Tensor | float) -> Tensor:
@@ -280,7 +295,7 @@ def subtract(x: Tensor | float, y: Tensor | float) -> Tensor:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return apply(Subtract(), x, y)
     if isinstance(x, Tensor):
-        return add(x, -y)
+        return add(x, -_number(x, y))
     assert isinstance(y, Tensor)
     return add(scale(y, -1), x)
 
@@ -294,7 +309,7 @@ def divide(x: Tensor | float, y: Tensor | float) -> Tensor:
     """x / y; either may be stretched, one may be a number."""
     if not isinstance(y, Tensor):
         if y == 0:
-            raise GraphError(f"{x}: division by zero")
+            raise refusal(f"{x}: division by zero")
         assert isinstance(x, Tensor)
         return scale(x, 1.0 / y)
     return apply(Divide(), x, y) if isinstance(x, Tensor) else scale(apply(Reciprocal(), y), x)

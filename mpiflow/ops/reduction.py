@@ -9,8 +9,8 @@ from typing import Any
 from mpiflow.errors import GraphError
 from mpiflow.graph.op import Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape
-from mpiflow.graph.tensor import Tensor
-from mpiflow.ops.base import Gradients, Tensors, apply, dim_index, require_float
+from mpiflow.graph.tensor import Tensor, is_float
+from mpiflow.ops.base import Gradients, Tensors, apply, dim_index, refusal
 
 
 class Reduction(Op):
@@ -137,9 +137,9 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, *, keep: bool = Fals
         x = cast(x, "float32")
     dims = _dims(x, dim, "mean")
     count = prod(x.shape[d] for d in dims)
-    total = ReduceSum(dims, keep)
-    require_float(total, (x.dtype,))
-    return scale(apply(total, x), 1.0 / max(count, 1))
+    if not is_float(x.dtype):
+        raise refusal(f"mean: {x.name} is {x.dtype}; cast it to float32")
+    return scale(apply(ReduceSum(dims, keep), x), 1.0 / max(count, 1))
 
 
 def total(x: Tensor) -> Tensor:

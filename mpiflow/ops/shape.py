@@ -10,7 +10,7 @@ from mpiflow.errors import GraphError
 from mpiflow.graph.op import Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import DTYPES, Tensor, is_float
-from mpiflow.ops.base import Gradients, Tensors, apply, dim_index
+from mpiflow.ops.base import Gradients, Tensors, apply, dim_index, refusal
 
 
 @op
@@ -107,7 +107,8 @@ class Reshape(Op):
         right: list[tuple[str, ...]] = []
         for number, (a, b) in enumerate(_groups(shapes[0], self.shape)):
             names = tuple(f"g{number}_{i}" for i in range(max(len(a), len(b))))
-            apart, joined = [(name,) for name in names], [names]
+            apart: list[tuple[str, ...]] = [(name,) for name in names]
+            joined: list[tuple[str, ...]] = [names]
             if len(a) == 1 and b:
                 left, right = left + joined, right + apart
             elif len(b) == 1 and a:
@@ -166,7 +167,7 @@ def _groups(a: Shape, b: Shape) -> list[tuple[Shape, Shape]]:
 def cast(x: Tensor, dtype: str) -> Tensor:
     """The same values in another dtype."""
     if dtype not in DTYPES:
-        raise GraphError(f"cast: dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        raise refusal(f"cast: dtype {dtype!r} is none of {', '.join(DTYPES)}")
     return x if x.dtype == dtype else apply(Cast(dtype), x)
 
 
@@ -192,5 +193,5 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
         known = prod(n for n in sizes if n != -1)
         sizes = tuple(prod(x.shape) // max(known, 1) if n == -1 else n for n in sizes)
     if any(n < 0 for n in sizes):
-        raise GraphError(f"reshape: {tuple(shape)} is no shape for {x}")
+        raise refusal(f"reshape: {tuple(shape)} is no shape for {x}")
     return apply(Reshape(sizes), x)
