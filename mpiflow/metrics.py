@@ -36,25 +36,40 @@ class Metrics:
         self._file.close()
 
 
-def cut(path: Path, step: int) -> int:
-    """Drop the rows after `step`, and the last object of a run; gives how many rows were dropped.
+def cut(path: Path, step: int, *, evaluations: bool = True) -> int:
+    """Drop the rows after `step`, and the last object of a run; gives how many steps that were.
 
-    A line that a killed run left half written is dropped too.
+    A line that a killed run left half written is dropped too, and without `evaluations` those
+    that were made after `step` itself.
     """
     if not path.exists():
         return 0
     kept, dropped = [], 0
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-            keep = isinstance(row, dict) and row.get("step", step + 1) <= step
-        except json.JSONDecodeError:
-            keep = False
-        if keep:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        row = _row(line)
+        at = row.get("step", step + 1)
+        if at < step or (at == step and (evaluations or "evaluation" not in row)):
             kept.append(line + "\n")
         else:
-            dropped += 1
+            dropped += "seconds" in row
     partial = path.with_suffix(".partial")
     partial.write_text("".join(kept), encoding="utf-8")
     os.replace(partial, path)
     return dropped
+
+
+def ended(path: Path, step: int) -> bool:
+    """Whether the file is that of a run which came to its end after `step`."""
+    if not path.exists():
+        return False
+    rows = [_row(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return len(rows) > 1 and "peak_bytes" in rows[-1] and rows[-2].get("step") == step
+
+
+def _row(line: str) -> dict[str, Any]:
+    """The object of a line; an empty one where the line is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -4,6 +4,7 @@ run/digits/  plan.plan        the plan that runs
              metrics.jsonl    one object a step
              checkpoints/     step-00000040/ ...
              provenance.json  what ran where, with which versions
+             failure.txt      what ended the last attempt, where something did
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +33,23 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 PLAN = "plan.plan"
 PROVENANCE = "provenance.json"
+FAILURE = "failure.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run begins: a checkpoint's folder and step, or nothing and 0."""
+    """Where a run begins: a checkpoint's folder and step, or nothing and 0.
+
+    `over` says that the run has reached its end, `complete` that its metrics say so too.
+    """
 
     checkpoint: str = ""
     step: int = 0
     best: float | None = None
     best_step: int = 0
     since_best: int = 0
+    over: bool = False
+    complete: bool = False
     remarks: tuple[str, ...] = field(default=())
 
     def plain(self) -> dict[str, Any]:
@@ -49,23 +57,46 @@ class Start:
         return asdict(self)
 
 
+def last_step(plan: Plan, steps: int | None) -> int:
+    """The step at which training ends: `steps`, or the end of the plan's epochs."""
+    return steps or plan.settings.epochs * plan.settings.steps_per_epoch
+
+
 def prepare(plan: Plan, options: Options) -> Start:
-    """Check data, space and what is there; leave the folder ready for the first step."""
+    """Check data, space and what is there; leave the folder ready for the first step.
+
+    A run that is over and complete is left as it is.
+    """
     for data in plan.data:
         check_files(data, options.data)
+    try:
+        return _prepare_folder(plan, options)
+    except OSError as problem:
+        raise CheckpointError(
+            f"{options.out}: the run's folder cannot be used: {problem.strerror}"
+            f" ({problem.filename}); name another one with --out"
+        ) from problem
+
+
+def _prepare_folder(plan: Plan, options: Options) -> Start:
     remarks = []
     if options.fresh and options.out.exists():
         remarks.append(f"moved the old run to {_move_aside(options.out)}")
     folder = options.out / CHECKPOINTS
     space.make_folder(folder)
     start = _newest(plan, options, folder)
-    dropped = metrics.cut(options.out / METRICS, start.step)
+    if start.complete:
+        return start
+    # The evaluations at the end of a run that is over are made again.
+    dropped = metrics.cut(options.out / METRICS, start.step, evaluations=not start.over)
     if dropped and start.checkpoint:
-        remarks.append(f"dropped {dropped} rows of metrics after step {start.step}")
+        remarks.append(f"dropped the metrics of {dropped} steps after step {start.step}")
     space.check_space(folder, space.required_bytes(plan.variables, plan.mesh.size))
     store.save(plan, options.out / PLAN)
     _write_provenance(plan, options.out)
-    return Start(**{**start.plain(), "remarks": (*start.remarks, *remarks)})
+    with suppress(FileNotFoundError):
+        (options.out / FAILURE).unlink()
+    return replace(start, remarks=(*start.remarks, *remarks))
 
 
 def _newest(plan: Plan, options: Options, folder: Path) -> Start:
@@ -87,12 +118,18 @@ def _newest(plan: Plan, options: Options, folder: Path) -> Start:
     remarks += [f"the checkpoint holds {name}, which this plan does not use" for name in unused]
     remarks.append(f"going on after step {saved.step} (written by {saved.ranks} ranks)")
     state = saved.state
+    since_best, patience = int(state.get("since_best", 0)), plan.settings.patience
+    over = saved.step >= last_step(plan, options.steps) or bool(patience and since_best >= patience)
     return Start(
         str(saved.path),
         saved.step,
         state.get("best"),
         int(state.get("best_step", 0)),
-        int(state.get("since_best", 0)),
+        since_best,
+        over,
+        over
+        and saved.digest == store.digest(plan)
+        and metrics.ended(options.out / METRICS, saved.step),
         tuple(remarks),
     )
 

@@ -53,6 +53,10 @@ def run(plan: Plan, transport: Transport, failure: Failure, options: Options) ->
     """Collective. Train, evaluate and save as the plan says; gives the exit code."""
     check_ranks(transport, plan.mesh.size)
     start = runfolder.Start(**transport.on_root(lambda: runfolder.prepare(plan, options).plain()))
+    if start.complete:
+        if transport.rank == 0:
+            Progress(0, 0, 0).say(_nothing_to_train(start.step, plan, options))
+        return 0
     failure.use_folder(options.out)
     readers = _open_readers(plan, transport.rank, options.data)
     session = Session(plan, transport, readers, start_thread=failure.start_thread)
@@ -63,6 +67,15 @@ def run(plan: Plan, transport: Transport, failure: Failure, options: Options) ->
     for reader in readers.values():
         reader.close()
     return code
+
+
+def _nothing_to_train(step: int, plan: Plan, options: Options) -> str:
+    total = runfolder.last_step(plan, options.steps)
+    early = "" if step >= total else ", stopped early"
+    return (
+        f"nothing to train: the run in {options.out} is at step {step} of {total}{early};"
+        " go on with --steps N, or begin anew with --fresh"
+    )
 
 
 def _open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
@@ -92,15 +105,15 @@ class _Loop:
     _saving: int | None = None
 
     def __post_init__(self) -> None:
-        settings = self.plan.settings
-        self.per_epoch = settings.steps_per_epoch
-        self.total = self.options.steps or settings.epochs * self.per_epoch
+        self.per_epoch = self.plan.settings.steps_per_epoch
+        self.total = runfolder.last_step(self.plan, self.options.steps)
         self.step = self.start.step
         self.saved = self.start.step if self.start.checkpoint else -1
         self.best = self.start.best
         self.since_best = self.start.since_best
         self.best_step = self.start.best_step
         self.root = self.transport.rank == 0
+        self.rows: metrics.Metrics | None = None
         train = self.plan.program("train")
         assert train is not None
         self.train: Program = train
@@ -110,6 +123,14 @@ class _Loop:
     # -- the loop
 
     def run(self) -> int:
+        """Collective. Train to the end, or until asked to stop; gives the exit code."""
+        try:
+            return self._run()
+        finally:
+            if self.rows:
+                self.rows.close()
+
+    def _run(self) -> int:
         self._initialise()
         self.rows = metrics.Metrics(self.options.out / runfolder.METRICS) if self.root else None
         self.progress = Progress(self.step, self.total, self.train.rows) if self.root else None
@@ -128,6 +149,8 @@ class _Loop:
 
     def _steps(self) -> bool:
         """Run the steps that are left; whether the run was asked to stop."""
+        if self.start.over:
+            return False
         self.session.expect("train", range(self.step, self.total))
         while self.step < self.total:
             self._train_step()
@@ -275,6 +298,7 @@ class _Loop:
         )
         self.session.save(writer)
         self._saving = self.saved = step
+        self.next_agreement = step + 1
         self.clock = time.monotonic()
 
     def _finish_save(self) -> None:
@@ -308,11 +332,14 @@ class _Loop:
             *(json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())),
             strict=True,
         )
-        # Often enough for a signal to be heeded within about a second, on the slowest rank.
-        self.agreed = now, self.step
-        self.next_agreement = self.step + max(1, round(_AGREE_SECONDS / max(paces)))
         if self._saving is not None and all(stored):
             self._commit()
+        # Often enough for a signal to be heeded within about a second, on the slowest rank.
+        self.agreed = now, self.step
+        pause = max(1, round(_AGREE_SECONDS / max(paces)))
+        # After a save at every step, for about a second, as most are stored by then.
+        soon = self._saving is not None and self.step < self._saving + pause
+        self.next_agreement = self.step + (1 if soon else pause)
         if any(save):
             self._begin_save()
         return any(stop)
@@ -326,8 +353,8 @@ class _Loop:
     def _say_start(self) -> None:
         for line in (*self.plan.notes, *self.start.remarks):
             self._say(line)
-        if self.step >= self.total:
-            self._say(f"nothing to train: the run is at step {self.step} of {self.total}")
+        if self.start.over:
+            self._say(_nothing_to_train(self.step, self.plan, self.options))
 
     def _summarise(self, stopped: bool) -> None:
         """Collective. The last object of the metrics, and the table."""
@@ -352,7 +379,6 @@ class _Loop:
             }
         last["predicted"] = predicted
         self.rows.add(last)
-        self.rows.close()
         if stopped:
             self._say(f"stopped as asked after step {self.step}; run again to go on")
         sys.stdout.write(final_table(self.results, last) + "\n")

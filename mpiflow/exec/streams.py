@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiflow.errors import DataError
+from mpiflow.errors import DataError, MpiflowError, TaskError
 from mpiflow.plan.protocols import Reader, Writer
 
 Check = Callable[[], None]
@@ -53,7 +53,10 @@ class ReadTask:
     def fill(self, step: int) -> None:
         """Read the rows of a step into the next slot, and check the values used as indices."""
         out = self.slots[self.filled % len(self.slots)]
-        self.reader.read(step, self.rows, out)
+        try:
+            self.reader.read(step, self.rows, out)
+        except Exception as error:
+            raise _explained(error, f"{self.who}: step {step + 1}, {self.name}") from error
         for field, limit in self.limits.items():
             values = out[field]
             if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
@@ -71,6 +74,13 @@ class ReadTask:
             f"{self.who}: step {step + 1}, {self.name}: field {field!r} must lie in"
             f" 0..{limit - 1}; out of range:{''.join(listed)}{more}"
         )
+
+
+def _explained(error: Exception, where: str) -> MpiflowError:
+    """The error with where it arose, as the thread that gets it knows only what it waited for."""
+    if isinstance(error, MpiflowError):
+        return type(error)(f"{where}: {error}")
+    return TaskError(f"{where}: {type(error).__name__}: {error}")
 
 
 class ReadStream:
@@ -172,9 +182,14 @@ class WriteStream:
         self._done.clear()
 
         def work() -> None:
-            for variable, start, array in pieces:
-                writer.write(variable, start, array)
-            writer.finish()
+            try:
+                for variable, start, array in pieces:
+                    writer.write(variable, start, array)
+                writer.finish()
+            except MpiflowError:
+                raise
+            except Exception as error:
+                raise _explained(error, "saving") from error
             self._done.set()
 
         self._start_thread("write", work)
