@@ -66,8 +66,11 @@ def parts(array, layout, sizes, draw):
             shares[key] = draw.standard_normal(array.shape).astype(array.dtype)
         else:
             shares[key] = draw.integers(-5, 5, array.shape).astype(array.dtype)
-    if axes:
-        assert all(layout[i].reduce == "sum" for i in axes)
+    if axes and layout[axes[0]].reduce == "max":
+        holder = draw.integers(0, len(keys), array.shape)
+        for i, key in enumerate(keys):
+            shares[key] = np.where(holder == i, array, array - abs(shares[key]) - 1)
+    elif axes:
         shares[keys[0]] = array - sum(shares[key] for key in keys[1:])
     else:
         shares[()] = array

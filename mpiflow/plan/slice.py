@@ -50,7 +50,7 @@ class RankPlan:
                 return tuple(prod(peer.shape(target)) for peer in peers)
             case _:
                 mine = self.box(source)
-                return tuple(_common(mine, peer.box(target)) for peer in peers)
+                return tuple(common(mine, peer.box(target)) for peer in peers)
 
     def sent_bytes(self, task: Task, registers: dict[str, Register]) -> int:
         """The payload that this rank sends in a collective."""
@@ -78,5 +78,6 @@ _ITEMSIZE = {
 }  # fmt: skip
 
 
-def _common(a: sbp.Box, b: sbp.Box) -> int:
+def common(a: sbp.Box, b: sbp.Box) -> int:
+    """Elements that two boxes share."""
     return prod(max(0, min(x[1], y[1]) - max(x[0], y[0])) for x, y in zip(a, b, strict=True))

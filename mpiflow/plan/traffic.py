@@ -12,7 +12,7 @@ from math import prod
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import S
 from mpiflow.plan.records import Plan, Program, Register, Task
-from mpiflow.plan.slice import RankPlan, itemsize, reduced_elements
+from mpiflow.plan.slice import RankPlan, common, itemsize, reduced_elements
 from mpiflow.plan.volume import sent_elements
 
 
@@ -42,9 +42,16 @@ def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
         case "all_gather":
             elements = (size - 1) * prod(own)
         case _:  # all but what stays here
-            kept = tuple(map(min, own, rank.shape(target)))
-            elements = prod(own) - prod(kept)
+            elements = prod(own) - common(rank.box(source), rank.box(target))
     return elements * itemsize(source.dtype)
+
+
+def _splits_one_dim(task: Task, tensors: dict[str, Register]) -> bool:
+    """Whether a collective goes from one split of a dim to another of the same dim."""
+    layouts = [tensors[name].layout for name in (task.inputs[0], task.outputs[0])]
+    pairs = zip(*layouts, strict=True)
+    return any(a != b and isinstance(a, S) and isinstance(b, S) and a.dim == b.dim
+               for a, b in pairs)  # fmt: skip
 
 
 def _places(
@@ -63,6 +70,10 @@ def _places(
                     shorter |= {base * sbp.unit, (base + (extra > 0)) * sbp.unit}
                 lengths[sbp.dim] = shorter
     for task in tasks:
+        if _splits_one_dim(task, tensors):
+            # Between units of one dim, what stays differs from rank to rank.
+            axis = mesh.index(task.axis)
+            places[axis].update(range(mesh.sizes[axis]))
         if task.op == "all_reduce":  # whose segments are spans of the shard's elements
             axis = mesh.index(task.axis)
             members = [tensors[name] for name in task.inputs]

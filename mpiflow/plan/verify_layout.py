@@ -147,7 +147,7 @@ def _transition(op: str, source: Sbp, target: Sbp) -> dict[str, Any] | None:
             return {"dim": dim}
         case "reduce_scatter", Partial(reduce), S(dim):
             return {"reduce": reduce, "dim": dim}
-        case "all_to_all", S(i), S(j) if i != j:
+        case "all_to_all", S(i), S(j) if source != target:
             return {"source": i, "target": j}
     return None
 

@@ -1,0 +1,187 @@
+"""Every conversion between layouts, executed on threads, gives the logical tensor again."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from jobs import classifier_plan
+from op_harness import join, parts
+
+from mpiflow.compiler import boxing
+from mpiflow.compiler.bucket import bucket
+from mpiflow.compiler.lower import Builder
+from mpiflow.compiler.machine import find_machine
+from mpiflow.compiler.memory import plan_memory
+from mpiflow.compiler.schedule import schedule
+from mpiflow.exec.arena import Arena
+from mpiflow.exec.bind import Binder
+from mpiflow.exec.local import run_local
+from mpiflow.graph.mesh import parse_mesh
+from mpiflow.graph.sbp import B, P, Partial, S, layout_text
+from mpiflow.ops import Fill
+from mpiflow.ops.reduction import ReduceSum
+from mpiflow.plan.records import Output, Program
+from mpiflow.plan.traffic import bytes_sent
+from mpiflow.plan.verify import verify
+
+MACHINE = find_machine("cpu")
+MAX = Partial("max")
+
+
+def layouts(mesh, shape, *, more=(MAX,)):
+    """All legal layouts of a tensor on a mesh."""
+    choices = [B, P, *(S(d) for d in range(len(shape))), *more]
+    return [
+        layout for layout in product(choices, repeat=len(mesh.axes))
+        if boxing.is_legal(layout, shape, mesh)
+    ]  # fmt: skip
+
+
+def conversion(source, target, shape, dtype, mesh):
+    """A plan of one program: make the source, convert it, use the target."""
+    build = Builder(mesh, MACHINE)
+    made = build.register("source", shape, dtype, source)
+    build.compute("make", Fill(shape, 1, dtype), [], [made], "test.py:1")
+    converted = build.convert(made, target, "test.py:2")
+    scalar = build.register("scalar", (), dtype, (B,) * len(mesh.axes))
+    every = tuple(range(len(shape)))
+    build.compute("use", ReduceSum(every), [converted], [scalar], "test.py:3")
+    registers = tuple(build.registers.values())
+    outputs = (Output("loss", "scalar"),)
+    program = Program("evaluate", 1, registers, tuple(build.tasks), (), outputs)
+    program = schedule(bucket(program, mesh, MACHINE))
+    packed = plan_memory((), (program,))
+    initialise = Program("initialise", 0, (), (), ())
+    plan = replace(
+        classifier_plan("data=1"), mesh=mesh, variables=(), data=(),
+        arenas=(("host", packed.nbytes),), programs=(initialise, *packed.programs),
+    )  # fmt: skip
+    verify(plan)
+    return plan, converted.name
+
+
+def execute(transport, groups, plan, target, held):
+    """(what this rank has of the target in the end, the bytes that it sent)."""
+    program = plan.program("evaluate")
+    arena = Arena(dict(plan.arenas)["host"])
+    arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
+    binder = Binder(
+        program, plan.tensors(program), plan.slice(transport.rank), arena, groups, lambda: None
+    )
+    views = binder.views(0)
+    step = binder.step(0, lambda: None, lambda: None)
+    np.copyto(views["source"], held[plan.mesh.coordinates(transport.rank)])
+    before = sum(group.sent for group in groups.values())
+    for task, call in zip(step.tasks, step.calls, strict=True):
+        if task.name not in ("make", "use"):
+            call()
+    return views[target].copy(), sum(group.sent for group in groups.values()) - before
+
+
+def check_all(pairs, shape, dtype, mesh):
+    draw = np.random.default_rng(len(pairs))
+    whole = draw.integers(-50, 50, shape).astype(dtype)
+    cases = []
+    for source, target in pairs:
+        plan, name = conversion(source, target, shape, dtype, mesh)
+        cases.append((plan, name, target, parts(whole, source, mesh.sizes, draw)))
+
+    def work(transport):
+        rank = cases[0][0].slice(transport.rank)
+        groups = {axis: transport.group(rank.members(axis), axis) for axis in mesh.names}
+        return [execute(transport, groups, plan, name, held) for plan, name, _, held in cases]
+
+    results = run_local(mesh.size, work)
+    for i, (plan, _, target, _) in enumerate(cases):
+        what = f"{shape} {layout_text(pairs[i][0])} to {layout_text(target)} on {mesh}"
+        held = {mesh.coordinates(rank): found[i][0] for rank, found in enumerate(results)}
+        joined = join(held, shape, dtype, target, mesh.sizes)
+        np.testing.assert_allclose(joined, whole, rtol=1e-12, atol=1e-12, err_msg=what)
+        most = max(found[i][1] for found in results)
+        assert most == bytes_sent(plan, plan.program("evaluate")), what
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)]
+)
+@pytest.mark.parametrize("shape", [(5, 4), (1, 7), (6,), (2, 3, 5)], ids=str)
+def test_every_pair_of_layouts_on_one_axis(size, shape):
+    mesh = parse_mesh(f"data={size}")
+    found = layouts(mesh, shape)
+    check_all(list(product(found, found)), shape, "float64", mesh)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        pytest.param((2, 2), (5, 4), marks=pytest.mark.ranks(4)),
+        pytest.param((2, 3), (3, 7), marks=pytest.mark.ranks(6)),
+        pytest.param((2, 2), (3,), marks=pytest.mark.ranks(4)),
+    ],
+    ids=str,
+)
+def test_every_pair_of_layouts_on_two_axes(sizes, shape):
+    mesh = parse_mesh(f"data={sizes[0]},model={sizes[1]}")
+    found = layouts(mesh, shape, more=())
+    check_all(list(product(found, found)), shape, "float64", mesh)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("shape", [(12, 4), (20, 2), (4, 4)], ids=str)
+def test_spans_in_units_convert_to_and_from_every_layout(shape):
+    mesh = parse_mesh("data=3")
+    found = layouts(mesh, shape, more=(S(0, 4), S(0, 2), S(1, 2)))
+    check_all(list(product(found, found)), shape, "float64", mesh)
+
+
+@pytest.mark.ranks(3)
+def test_integers_convert_exactly():
+    mesh = parse_mesh("data=3")
+    found = layouts(mesh, (5, 4))
+    check_all(list(product(found, found)), (5, 4), "int32", mesh)
+
+
+def test_no_conversion_costs_more_than_a_way_round():
+    mesh, shape = parse_mesh("data=2,model=3"), (6, 40)
+    found = layouts(mesh, shape, more=())
+    seconds = {
+        (a, b): boxing.seconds(a, b, shape, "float32", mesh, MACHINE)
+        for a, b in product(found, found)
+    }
+    for a, b, c in product(found, found, found):
+        assert seconds[a, c] <= seconds[a, b] + seconds[b, c] + 1e-12, (a, b, c)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kinds"),
+    [
+        (S(0), B, ["all_gather"]),
+        (P, B, ["all_reduce"]),
+        (MAX, B, ["all_reduce"]),
+        (P, S(1), ["reduce_scatter"]),
+        (S(0), S(1), ["all_to_all"]),
+        (B, S(1), ["slice"]),
+        (B, P, ["keep_first"]),
+        (B, MAX, ["copy"]),
+        (S(0), P, ["all_gather", "keep_first"]),
+        (P, MAX, ["all_reduce", "copy"]),
+        (P, P, []),
+    ],
+)
+def test_one_axis_takes_the_collective_of_the_table(source, target, kinds):
+    hops = boxing.path((source,), (target,), (6, 8), "float32", parse_mesh("data=2"), MACHINE)
+    assert [hop.kind for hop in hops] == kinds
+
+
+def test_shards_that_interleave_are_gathered_from_the_inside():
+    mesh = parse_mesh("data=2,model=2")
+    hops = boxing.path((S(0), S(0)), (B, S(0)), (8, 8), "float32", mesh, MACHINE)
+    assert hops[0].axis == 1
+    assert len(hops) > 1
+
+
+def test_a_large_sum_is_scattered_before_it_crosses_the_other_axis():
+    mesh = parse_mesh("data=4,model=4")
+    hops = boxing.path((P, P), (B, B), (4000, 400), "float32", mesh, MACHINE)
+    assert [hop.kind for hop in hops] == ["reduce_scatter", "all_reduce", "all_gather"]
