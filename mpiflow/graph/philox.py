@@ -12,29 +12,22 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint32]
 
 _ROUNDS = 10
-_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
-_MASK = 0xFFFFFFFF
 
 
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     """Four random words for each row of `counter`, both uint32 of shape (n, 4)."""
-    c0, c1, c2, c3 = (counter[:, column].astype(np.uint64) for column in range(4))
-    k0, k1 = key[0] & _MASK, key[1] & _MASK
+    # Words 0 and 2 go through a round alike, and so do 1 and 3: two arrays of shape (2, n).
+    even = np.ascontiguousarray(counter[:, 0::2].T, np.uint64)
+    odd = np.ascontiguousarray(counter[:, 1::2].T, np.uint64)
+    keys = np.array([[word & 0xFFFFFFFF] for word in key], np.uint64)
     for _ in range(_ROUNDS):
-        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
-        c0 = (product_1 >> _HIGH) ^ c1 ^ np.uint64(k0)
-        c2 = (product_0 >> _HIGH) ^ c3 ^ np.uint64(k1)
-        c1, c3 = product_1 & _LOW, product_0 & _LOW
-        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
-
-
-def counters(start: int, stop: int, high: tuple[int, int] = (0, 0)) -> Words:
-    """Counters start..stop-1 in the low 64 bits, `high` in the upper two words: (n, 4)."""
-    low = np.arange(start, stop, dtype=np.uint64)
-    words = np.empty((stop - start, 4), np.uint32)
-    words[:, 0], words[:, 1] = low & _LOW, low >> _HIGH
-    words[:, 2], words[:, 3] = high[0] & _MASK, high[1] & _MASK
+        product = even * _MULTIPLIERS
+        even = (product >> _HIGH)[::-1] ^ odd ^ keys
+        odd = (product & _LOW)[::-1]
+        keys = (keys + _WEYL) & _LOW
+    words = np.empty(counter.shape, np.uint32)
+    words[:, 0::2], words[:, 1::2] = even.T, odd.T
     return words

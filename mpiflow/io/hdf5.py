@@ -168,7 +168,8 @@ class ChunkTable:
 
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset",
             32000: "lzf"}  # fmt: skip
-_OUR_FILTERS = {"gzip", "shuffle"}
+# Those that we undo ourselves, in the order in which they were applied.
+_OUR_FILTERS = {(), ("gzip",), ("shuffle",), ("shuffle", "gzip")}
 
 
 def numeric(dataset: h5py.Dataset) -> bool:
@@ -189,7 +190,7 @@ def stored(name: str, dataset: h5py.Dataset) -> Stored:
     plain = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
     by_offset = plain and dataset.file.userblock_size == 0
     if layout == "chunked":
-        by_offset = by_offset and set(filters) <= _OUR_FILTERS and chunk[1:] == dataset.shape[1:]
+        by_offset = by_offset and filters in _OUR_FILTERS and chunk[1:] == dataset.shape[1:]
     else:
         by_offset = by_offset and layout == "contiguous" and dataset.id.get_offset() is not None
     return Stored(
@@ -223,13 +224,14 @@ def chunk_table(dataset: h5py.Dataset) -> ChunkTable:
             np.array([dataset.id.get_storage_size()], np.int64),
             np.zeros(1, np.uint32),
         )
-    count = -(-dataset.shape[0] // dataset.chunks[0])
+    rows = dataset.chunks[0]
+    count = -(-dataset.shape[0] // rows)
     table = ChunkTable(
         np.full(count, -1, np.int64), np.zeros(count, np.int64), np.zeros(count, np.uint32)
     )
 
     def note(info: Any) -> None:
-        index = info.chunk_offset[0] // dataset.chunks[0]
+        index = info.chunk_offset[0] // rows
         table.offsets[index], table.sizes[index] = info.byte_offset, info.size
         table.masks[index] = info.filter_mask
 

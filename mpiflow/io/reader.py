@@ -1,9 +1,13 @@
-"""Reading the rows of a batch: chunks through a bounded cache, each decoded about once an epoch."""
+"""Reading the rows of a batch: blocks of batches in memory, each chunk decoded about once an epoch.
+
+    block in use   | ######## all of its rows ######## |   a batch is one np.take a field
+    next block     | ####                              |   read on by a share at each step
+
+A data set that is small, or no larger than two blocks, is kept whole instead and read once.
+"""
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,71 +17,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.errors import DataError
-from mpiflow.graph.sbp import span
-from mpiflow.io import hdf5
-from mpiflow.io.cache import ChunkCache
-from mpiflow.io.chunks import FieldFile, index_file
-from mpiflow.io.sampler import (
-    Rows,
-    Sampler,
-    batch_rows,
-    block_rows,
-    lanes_of,
-    steps_per_epoch,
-)
+from mpiflow.io.rows import Shards
+from mpiflow.io.sampler import Rows, Sampler, batch_rows, lanes_of, steps_per_block, steps_per_epoch
 from mpiflow.io.shards import row_bytes
-from mpiflow.plan.records import DataSet, Field
-
-# Open at a time; the usual limit of a process is 1024, that of a careful site 64.
-_OPEN_FILES = 24
-# A chunk's number: its shard above, its position in the file below.
-_CHUNK_BITS = 40
-_POSITION = (1 << _CHUNK_BITS) - 1
+from mpiflow.plan.records import DataSet
 
 
 def cache_bytes(dataset: DataSet, rows: tuple[int, int]) -> int:
     """The most that a reader of rows [start, stop) of each batch holds at a time.
 
-    Decoded chunks, the orders of rows in use, and the chunk that is being decoded, twice.
+    Blocks, of each lane the chunk that two of them share, a chunk that is being decoded (stored,
+    and before and after its filters), the order of the rows, and where each chunk lies.
     """
     if not dataset.shards:
         return 0
-    chunk_rows = max(shard.chunk_rows for shard in dataset.shards)
-    scratch = 2 * chunk_rows * row_bytes(dataset.fields)
-    orders = 0
-    if dataset.shuffle:
-        orders = 8 * sum(
-            min(block_rows(dataset), steps_per_epoch(dataset) * share)
-            for share in _lane_shares(dataset, rows)
-        )
-    return _cached_rows(dataset, rows) * row_bytes(dataset.fields) + orders + scratch
+    block = _block_rows(dataset, rows)
+    held = dataset.rows if _keeps_all(dataset, rows) else 2 * block
+    chunks = sum(-(-shard.rows // shard.chunk_rows) for shard in dataset.shards)
+    decoded = (_lanes(dataset, rows) + 3) * max(shard.chunk_rows for shard in dataset.shards)
+    orders = _ORDER_BYTES * block if dataset.shuffle else 0
+    index = chunks * (_CHUNK_BYTES + _TABLE_BYTES * len(dataset.fields))
+    return (held + decoded) * row_bytes(dataset.fields) + orders + index
 
 
-def _cached_rows(dataset: DataSet, rows: tuple[int, int]) -> int:
-    """Decoded rows that are needed at a time, never more than the whole data set.
-
-    Of a lane: the chunks of one block, cut at both ends, and the one that it shares with the next.
-    """
-    chunk_rows = max(shard.chunk_rows for shard in dataset.shards)
-    if dataset.shuffle:
-        need = sum(
-            min(max(block_rows(dataset), share), steps_per_epoch(dataset) * share) + 3 * chunk_rows
-            for share in _lane_shares(dataset, rows)
-        )
-    else:
-        need = rows[1] - rows[0] + 2 * chunk_rows
-    return min(need, _padded_rows(dataset))
+_SMALL_BYTES = 4 << 20
+# A row's place in two blocks and its sorting key; what Philox needs for it on the way.
+_ORDER_BYTES = 48
+# First and last row, shard, order and end of a chunk, and what ordering them takes; its offset,
+# size and mask in each field's table.
+_CHUNK_BYTES, _TABLE_BYTES = 72, 20
 
 
-def _padded_rows(dataset: DataSet) -> int:
-    """All rows, each file's last chunk counted in full, as it is decoded."""
-    return sum(-(-s.rows // s.chunk_rows) * s.chunk_rows for s in dataset.shards)
+def _lanes(dataset: DataSet, rows: tuple[int, int]) -> int:
+    return len(lanes_of(dataset, *rows)) if dataset.shuffle else 1
 
 
-def _lane_shares(dataset: DataSet, rows: tuple[int, int]) -> list[int]:
-    """The rows of a batch that each lane which touches `rows` gives."""
-    spans = [span(dataset.batch, dataset.lanes, lane) for lane in lanes_of(dataset, *rows)]
-    return [stop - start for start, stop in spans]
+def _block_rows(dataset: DataSet, rows: tuple[int, int]) -> int:
+    """The rows of a block that holds rows [start, stop) of each batch."""
+    start, stop = rows
+    if dataset.shuffle and start < stop:
+        lanes = lanes_of(dataset, start, stop)
+        start, stop = lanes[0][0], lanes[-1][1]
+    return steps_per_block(dataset) * (stop - start)
+
+
+def _keeps_all(dataset: DataSet, rows: tuple[int, int]) -> bool:
+    """Whether the data set is small, or no larger than what would be held of it at a time."""
+    small = dataset.rows * row_bytes(dataset.fields) <= _SMALL_BYTES
+    return small or dataset.rows <= 2 * _block_rows(dataset, rows)
 
 
 def open_reader(
@@ -89,8 +76,8 @@ def open_reader(
 ) -> DatasetReader:
     """A reader of the files in `folder`; with `tail` an epoch ends with the incomplete batch.
 
-    `rows` is the span of each batch that will be asked for (default: all), by which the cache is
-    bounded. Any span can be read; a larger one decodes chunks more than once.
+    `rows` is the span of each batch that will be asked for (default: all), by which the memory is
+    bounded. Any span can be read; a larger one takes more.
     """
     if tail and dataset.shuffle:
         raise DataError(f"data set {dataset.name!r} is shuffled: its epochs have no tail")
@@ -101,55 +88,72 @@ def open_reader(
     return DatasetReader(dataset, Path(folder), rows or (0, dataset.batch), tail)
 
 
+# A part of a chunk that is still to be read: chunk, first and last+1 row, place in the arrays.
+_Part = tuple[int, int, int, int]
+
+
+@dataclass(slots=True)
+class _Window:
+    """A block and the arrays that hold its rows, one a field; `parts` are not read yet."""
+
+    arrays: list[NDArray[Any]]
+    places: Rows
+    parts: list[_Part]
+    epoch: int = -1
+    steps: range = range(0)
+    low: int = 0
+    high: int = 0
+
+    def covers(self, epoch: int, batch: int, start: int, stop: int) -> bool:
+        """Whether it is the block of rows [start, stop) of a batch."""
+        return (
+            epoch == self.epoch and batch in self.steps and self.low <= start and stop <= self.high
+        )
+
+
 class DatasetReader:
     """Implements `plan.protocols.Reader`. Used by one thread at a time."""
 
     def __init__(self, dataset: DataSet, folder: Path, rows: tuple[int, int], tail: bool):
-        self.dataset, self._folder = dataset, folder
+        self.dataset = dataset
         self._batches = -(-dataset.rows // dataset.batch) if tail else steps_per_epoch(dataset)
         self._sampler = Sampler(dataset)
+        self._shards = Shards(dataset, folder)
         self._first = np.cumsum([0, *(shard.rows for shard in dataset.shards)])
-        self._index: dict[int, tuple[FieldFile, ...]] = {}
-        self._chunk_rows = np.zeros((len(dataset.fields), len(dataset.shards)), np.int64)
-        self._files = _OpenFiles()
-        self._epoch = 0
-        held = _cached_rows(dataset, rows)
-        self._keeps_all = held == _padded_rows(dataset)
-        self._caches = [
-            ChunkCache(held, field.shape, field.dtype, keep=self._keeps_all)
-            for field in dataset.fields
-        ]
-        self.decoded_chunks = 0
+        self._dtypes = [np.dtype(field.dtype) for field in dataset.fields]
+        self._keeps_all = _keeps_all(dataset, rows)
+        self._loaded = np.zeros(len(self._sampler.first), bool)
+        self._window = self._new_window(dataset.rows if self._keeps_all else 0)
+        self._next = self._new_window(0)
+        self._tails: dict[tuple[int, int], NDArray[Any]] = {}
+        self._most_tails = len(dataset.fields) * _lanes(dataset, rows)
+        self._ahead = 0
         self.decoded_bytes = 0
 
     @property
-    def cached_bytes(self) -> int:
-        """The decoded chunks that are held now."""
-        return sum(
-            cache.held_rows * row_bytes((field,))
-            for cache, field in zip(self._caches, self.dataset.fields, strict=True)
-        )
-
-    @property
-    def cache_limit(self) -> int:
-        """The most that `cached_bytes` can be."""
-        return sum(cache.array.nbytes for cache in self._caches)
+    def held_bytes(self) -> int:
+        """The rows that are in memory now, or have room there."""
+        arrays = [*self._window.arrays, *self._next.arrays, *self._tails.values()]
+        return sum(array.nbytes for array in arrays)
 
     def read(self, step: int, rows: tuple[int, int], out: Mapping[str, Any]) -> None:
         """Write rows [start, stop) of batch `step` into `out[field]`, shape (stop - start, ...).
 
         `step` counts batches from the start of epoch 0.
         """
-        epoch, batch = self._position(step, *rows)
-        if epoch != self._epoch:
-            self._begin(epoch)
-        numbers = self._sampler.rows(epoch, batch, *rows)
-        shard_of = np.searchsorted(self._first, numbers, side="right") - 1
-        local = numbers - self._first[shard_of]
+        start, stop = rows
+        epoch, batch = self._position(step, start, stop)
+        if start == stop:
+            return
+        self._open(epoch, batch, start, stop)
+        window = self._window
+        places = window.places[batch - window.steps.start, start - window.low : stop - window.low]
         for number, field in enumerate(self.dataset.fields):
             if field.name in out:
-                self._check_array(field, len(numbers), out[field.name])
-                self._gather(number, shard_of, local, out[field.name])
+                array = out[field.name]
+                self._check_array(number, len(places), array)
+                window.arrays[number].take(places, axis=0, out=array, mode="clip")
+        self._read_ahead(batch)
 
     def describe(self, step: int, row: int) -> str:
         """Where row `row` of batch `step` is stored: file and row."""
@@ -160,8 +164,9 @@ class DatasetReader:
 
     def close(self) -> None:
         """Close all files and give back the memory; nothing can be read after."""
-        self._files.close()
-        self._caches.clear()
+        self._shards.close()
+        self._window = self._next = self._new_window(0)
+        self._tails.clear()
 
     def _position(self, step: int, start: int, stop: int) -> tuple[int, int]:
         """Epoch and batch of a step; DataError where the batch has no rows [start, stop)."""
@@ -174,117 +179,92 @@ class DatasetReader:
             )
         return epoch, batch
 
-    def _begin(self, epoch: int) -> None:
-        """What is left of the last epoch stands in the way of this one, unless all of it fits."""
-        self._epoch = epoch
-        if not self._keeps_all:
-            for cache in self._caches:
-                cache.clear()
-
-    def _check_array(self, field: Field, rows: int, array: Any) -> None:
-        shape = (rows, *field.shape)
-        if array.shape != shape or array.dtype.name != field.dtype:
+    def _check_array(self, field: int, rows: int, array: Any) -> None:
+        name, shape = self.dataset.fields[field].name, (rows, *self.dataset.fields[field].shape)
+        if array.shape != shape or array.dtype != self._dtypes[field]:
             raise DataError(
-                f"data set {self.dataset.name!r}: field {field.name!r} is {field.dtype} {shape}, "
+                f"data set {self.dataset.name!r}: field {name!r} is {self._dtypes[field]} {shape}, "
                 f"the array for it {array.dtype} {array.shape}"
             )
 
-    def _gather(self, field: int, shard_of: Rows, local: Rows, out: Any) -> None:
-        """Copy rows of one field from their chunks, each chunk looked up once."""
-        chunk_rows = self._chunk_rows[field][shard_of]
-        if not chunk_rows.all():
-            for shard in np.unique(shard_of):
-                self._chunk_rows[field, shard] = self.field_file(int(shard), field).chunk_rows
-            chunk_rows = self._chunk_rows[field][shard_of]
-        chunks, offsets = np.divmod(local, chunk_rows)
-        source = _Chunks(self, field)
-        self._caches[field].gather((shard_of << _CHUNK_BITS) | chunks, offsets, out, source)
+    # -- blocks
 
-    def decode(self, field: int, shard: int, number: int) -> NDArray[Any]:
-        """The rows of a chunk of a shard, read from the file."""
-        file = self.field_file(shard, field)
-        if file.table is None:
-            dataset = self._files.library(file.path)[file.stored.name]
-            rows = file.from_library(dataset, number)
+    def _open(self, epoch: int, batch: int, start: int, stop: int) -> None:
+        """Have all rows of the block of rows [start, stop) of a batch in `_window`."""
+        if not self._window.covers(epoch, batch, start, stop):
+            if self._next.covers(epoch, batch, start, stop):
+                self._window, self._next = self._next, self._window
+            else:
+                self._begin(self._window, epoch, batch, start, stop)
+        self._fill(self._window, 0)
+
+    def _read_ahead(self, batch: int) -> None:
+        """Have as much of the next block as was used of this one, so that no step waits long."""
+        now = self._window
+        used = batch - now.steps.start
+        if not used or self._keeps_all:
+            return
+        ends = now.steps.stop >= self._batches
+        epoch, first = (now.epoch + 1, 0) if ends else (now.epoch, now.steps.stop)
+        if not self._next.covers(epoch, first, now.low, now.high):
+            self._begin(self._next, epoch, first, now.low, now.high)
+            self._ahead = len(self._next.parts)
+        self._fill(self._next, self._ahead - self._ahead * used // len(now.steps))
+
+    def _begin(self, window: _Window, epoch: int, batch: int, start: int, stop: int) -> None:
+        """Make `window` that of a block, none of which is read."""
+        block = self._sampler.block(epoch, batch, start, stop)
+        if self._keeps_all:
+            chunk = np.unique(block.chunk[~self._loaded[block.chunk]])
+            first = self._sampler.first[chunk]
+            parts = chunk, first, self._sampler.last[chunk], first
+            window.places = block.numbers()
         else:
-            rows = file.decode(self._files.descriptor(file.path), number)
-        self.decoded_chunks += 1
-        self.decoded_bytes += rows.nbytes
-        return rows
+            parts = block.chunk, block.start, block.stop, block.places()
+            window.places = block.order
+            if len(window.arrays[0]) < block.order.size:
+                window.arrays = self._arrays(block.order.size)
+        window.epoch, window.steps = epoch, block.steps
+        window.low, window.high = block.low, block.high
+        window.parts = list(zip(*(column[::-1].tolist() for column in parts), strict=True))
 
-    def field_file(self, shard: int, field: int) -> FieldFile:
-        """The index of a field of a shard, made when the shard is first needed."""
-        if shard not in self._index:
-            record = self.dataset.shards[shard]
-            path = self._folder / record.name
-            files = index_file(path, self.dataset.fields, record.chunk_rows)
-            for file in files:
-                if file.stored.rows != record.rows:
-                    raise DataError(
-                        f"{path}: field {file.stored.name!r} has {file.stored.rows} rows; "
-                        f"the plan says {record.rows}"
-                    )
-            self._index[shard] = files
-        return self._index[shard][field]
+    def _new_window(self, rows: int) -> _Window:
+        return _Window(self._arrays(rows), np.empty((0, 0), np.int64), [])
 
+    def _arrays(self, rows: int) -> list[NDArray[Any]]:
+        return [
+            np.empty((rows, *field.shape), dtype)
+            for field, dtype in zip(self.dataset.fields, self._dtypes, strict=True)
+        ]
 
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """The chunks of one field, numbered by shard and position, as the cache asks for them."""
+    def _fill(self, window: _Window, left: int) -> None:
+        """Read parts of a block until `left` of them are missing."""
+        while len(window.parts) > left:
+            chunk, start, stop, place = window.parts[-1]
+            for number, array in enumerate(window.arrays):
+                self._read_part(number, chunk, start, stop, array[place : place + stop - start])
+            self._loaded[chunk] = True
+            window.parts.pop()
 
-    reader: DatasetReader
-    field: int
+    def _read_part(self, field: int, chunk: int, start: int, stop: int, out: NDArray[Any]) -> None:
+        """Fill `out` with rows [start, stop) of a chunk.
 
-    def length(self, chunk: int) -> int:
-        """The rows of a chunk."""
-        file = self.reader.field_file(chunk >> _CHUNK_BITS, self.field)
-        start, stop = file.chunk_span(chunk & _POSITION)
-        return stop - start
-
-    def decode(self, chunk: int) -> NDArray[Any]:
-        """The rows themselves."""
-        return self.reader.decode(self.field, chunk >> _CHUNK_BITS, chunk & _POSITION)
-
-
-class _OpenFiles:
-    """The files used last: descriptors for reading by offset, HDF5 files for the rest."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[tuple[Path, bool], Any] = OrderedDict()
-
-    def descriptor(self, path: Path) -> int:
-        """A descriptor of the file for os.pread."""
-        key = (path, False)
-        if key not in self._open:
-            self._make_room()
-            try:
-                self._open[key] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as problem:
-                raise DataError(f"{path}: cannot be opened: {problem.strerror}") from problem
-        self._open.move_to_end(key)
-        return int(self._open[key])
-
-    def library(self, path: Path) -> Any:
-        """The file, opened through HDF5."""
-        key = (path, True)
-        if key not in self._open:
-            self._make_room()
-            self._open[key] = hdf5.open_file(path)
-        self._open.move_to_end(key)
-        return self._open[key]
-
-    def _make_room(self) -> None:
-        while len(self._open) >= _OPEN_FILES:
-            self._close(*self._open.popitem(last=False))
-
-    def close(self) -> None:
-        """Close all of them."""
-        while self._open:
-            self._close(*self._open.popitem())
-
-    @staticmethod
-    def _close(key: tuple[Path, bool], handle: Any) -> None:
-        if key[1]:
-            handle.close()
-        else:
-            os.close(handle)
+        A chunk with filters is decoded whole, and kept where the next block begins with its rest.
+        """
+        first, last = int(self._sampler.first[chunk]), int(self._sampler.last[chunk])
+        shard = int(self._sampler.shard[chunk])
+        base = int(self._first[shard])
+        if (start, stop) == (first, last) or self._shards.field(shard, field).plain:
+            self._shards.read(shard, field, start - base, stop - base, out)
+            self.decoded_bytes += out.nbytes
+            return
+        rows = self._tails.pop((field, chunk), None)
+        if rows is None:
+            rows = np.empty((last - first, *out.shape[1:]), out.dtype)
+            self._shards.read(shard, field, first - base, last - base, rows)
+            self.decoded_bytes += rows.nbytes
+        out[...] = rows[start - first : stop - first]
+        if stop < last:
+            if len(self._tails) == self._most_tails:
+                del self._tails[next(iter(self._tails))]
+            self._tails[field, chunk] = rows

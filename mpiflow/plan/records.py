@@ -136,11 +136,15 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file: its path relative to the data folder, its rows, and rows per chunk."""
+    """One file: its path relative to the data folder, its rows, and rows per chunk.
+
+    `digest` is a hash of what the file holds, by which a changed one is found.
+    """
 
     name: str
     rows: int
     chunk_rows: int
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ class DataSet:
     """Files with the same fields, and the order in which their rows are used.
 
     `lanes` and `window` (in chunks) decide the shuffled order and never depend on the ranks.
-    `fingerprint` is empty where the fields were only declared.
+    `fingerprint` is one hash over those of the shards, empty where the fields were only declared.
     """
 
     name: str

