@@ -137,6 +137,7 @@ class _Loop:
         self._say_start()
         self.clock = time.monotonic()
         stopped = self._steps()
+        self.asked_to_stop |= stopped  # on every rank, whichever was asked
         if not stopped and self.plan.settings.evaluate_epochs + self.plan.settings.evaluate_steps:
             self._evaluate_all(again=False)
         if self.saved != self.step:
@@ -398,4 +399,6 @@ def _signals(loop: _Loop) -> Iterator[None]:
         yield
     finally:
         for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)
+            # A rank that was asked ends with a code of its own. srun --kill-on-bad-exit signals
+            # the ranks that take longer to end; that must not turn their code into "killed".
+            signal.signal(kind, signal.SIG_IGN if loop.asked_to_stop else handler)

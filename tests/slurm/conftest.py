@@ -93,6 +93,10 @@ class Slurm:
         log = Path(re.search(r"StdOut=(\S+)", fields).group(1))
         return Job(state, code, log.read_text() if log.exists() else "")
 
+    def signal(self, job, name):
+        """Sends the signal to every rank of `job`, not to its batch script."""
+        self._run("scancel", f"--signal={name}", job)
+
     def _run(self, *command, cwd=None):
         done = subprocess.run(
             command, cwd=cwd, env=self.environment(), capture_output=True, text=True, timeout=60

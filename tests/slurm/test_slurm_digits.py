@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -52,6 +53,19 @@ def metrics_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def steps_of(run):
+    return [row["step"] for row in metrics_of(run) if "loss" in row and "seconds" in row]
+
+
+def wait_for_step(run, seconds):
+    end = time.monotonic() + seconds
+    while not (
+        (run / "metrics.jsonl").exists() and '"step"' in (run / "metrics.jsonl").read_text()
+    ):
+        assert time.monotonic() < end, f"{run}: no step within {seconds} s"
+        time.sleep(0.05)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("script", "plan", "options"),
@@ -64,13 +78,27 @@ def test_a_script_trains_the_digits(script, plan, options, slurm, folder):
     job = submit(slurm, folder, script, *arguments, options=options)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.output
     rows = metrics_of(folder / out)
-    steps = [row["step"] for row in rows if "seconds" in row and "loss" in row]
-    assert len(steps) == STEPS
-    assert steps == sorted(set(steps))
+    assert steps_of(folder / out) == list(range(1, STEPS + 1))
     evaluations = [row for row in rows if "evaluation" in row]
     assert evaluations[-1]["rows"] == 360
     assert evaluations[-1]["accuracy"] >= 0.9
     assert rows[-1]["bytes_sent"] == rows[-1]["predicted"]["bytes_sent"] > 0
+
+
+@pytest.mark.ranks(4)
+def test_a_signal_ends_the_job_with_75_and_it_goes_on_later(slurm, folder):
+    job = slurm.sbatch(
+        MULTI, "4.plan", "--out", "signal", "--steps", 10**6, options=TWO_BY_TWO, cwd=folder
+    )
+    wait_for_step(folder / "signal", seconds=60)
+    slurm.signal(job, "USR1")
+    stopped = slurm.wait(job)
+    assert (stopped.state, stopped.exit_code) == ("FAILED", 75), stopped.output
+    step = steps_of(folder / "signal")[-1]
+    again = ("4.plan", "--out", "signal", "--steps", step + 5)
+    job = submit(slurm, folder, MULTI, *again, options=TWO_BY_TWO)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.output
+    assert steps_of(folder / "signal") == list(range(1, step + 6))
 
 
 def test_missing_data_end_the_job_before_any_rank_starts(slurm, folder, monkeypatch):
