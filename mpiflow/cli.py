@@ -377,7 +377,7 @@ def data_info(options: Arguments) -> int:
 
 def checkpoint_info(options: Arguments) -> None:
     """Show the checkpoints of a run, or one checkpoint: complete or not, and what is in it."""
-    from mpiflow.io.checkpoint_info import describe, info
+    from mpiflow.io.checkpoint.info import describe, info
 
     if options.json:
         options.answer = info(Path(options.path), deep=options.deep)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiflow import metrics
 from mpiflow.errors import CheckpointError
-from mpiflow.io import restore, space
+from mpiflow.io.checkpoint import read, space
 from mpiflow.io.dataset import check_files
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan
@@ -100,7 +100,7 @@ def _prepare_folder(plan: Plan, options: Options) -> Start:
 
 
 def _newest(plan: Plan, options: Options, folder: Path) -> Start:
-    saved, skipped = restore.newest(folder, deep=True)
+    saved, skipped = read.newest(folder, deep=True)
     remarks = [f"passed over a checkpoint: {line}" for line in skipped]
     if saved is None:
         if skipped:
@@ -110,11 +110,11 @@ def _newest(plan: Plan, options: Options, folder: Path) -> Start:
                 + "\n  start anew with --fresh"
             )
         return Start()
-    differences = restore.require_program(
+    differences = read.require_program(
         saved, plan.identity, store.program_digest(plan), options.accept_changes
     )
     remarks += [f"accepted a change: {line}" for line in differences]
-    unused = restore.require_variables(saved, plan.variables)
+    unused = read.require_variables(saved, plan.variables)
     remarks += [f"the checkpoint holds {name}, which this plan does not use" for name in unused]
     remarks.append(f"going on after step {saved.step} (written by {saved.ranks} ranks)")
     state = saved.state

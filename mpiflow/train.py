@@ -25,7 +25,7 @@ from mpiflow.exec.failure import Failure
 from mpiflow.exec.launch import check_ranks
 from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport, on_all_ranks
-from mpiflow.io import checkpoint, manifest, restore
+from mpiflow.io.checkpoint import manifest, read, write
 from mpiflow.io.dataset import DatasetReader, open_reader
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan, Program
@@ -172,7 +172,7 @@ class _Loop:
         if self.start.checkpoint:
             saved = manifest.load(Path(self.start.checkpoint), look=False)
             boxes = self.session.boxes()
-            with restore.CheckpointReader(saved) as reader:
+            with read.CheckpointReader(saved) as reader:
                 for name, array in self.session.variables.items():
                     reader.restore(name, boxes[name], array)
         else:
@@ -283,9 +283,9 @@ class _Loop:
         if self.rows:
             self.rows.sync()
         step = self.step
-        self.transport.on_root(lambda: checkpoint.prepare(folder, step))
-        writer = checkpoint.CheckpointWriter(folder, step, self.transport.rank, self.transport.host)
-        self._header = checkpoint.header(
+        self.transport.on_root(lambda: write.prepare(folder, step))
+        writer = write.CheckpointWriter(folder, step, self.transport.rank, self.transport.host)
+        self._header = write.header(
             self.plan,
             digest=self.digests[0],
             program=self.digests[1],
@@ -316,8 +316,8 @@ class _Loop:
         protect = (self.best_step,) if self.best_step else ()
 
         def commit() -> None:
-            checkpoint.commit(folder, header, self.plan.mesh.size)
-            checkpoint.prune(folder, keep, protect)
+            write.commit(folder, header, self.plan.mesh.size)
+            write.prune(folder, keep, protect)
 
         self.transport.on_root(commit)
         self._saving = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.errors import DataError, MpiflowError
-from mpiflow.io.disk import Disk
 
 if TYPE_CHECKING:
     import h5py
@@ -262,43 +261,3 @@ def stored_sample(dataset: h5py.Dataset, kind: Stored, nbytes: int) -> bytes:
                 file.seek(info.byte_offset)
                 pieces.append(file.read(min(info.size, nbytes)))
     return b"".join(pieces)
-
-
-class ArrayFile:
-    """A new file of unchunked arrays that can be given up at any moment, on a full disk too.
-
-    HDF5 cannot close a file after a failed write: it keeps the file's space and complains until
-    the process ends. So it writes through a `Disk`, which keeps a failure for us and tells HDF5
-    of none. Until `finish` the file is named `.NAME.part`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._part = path, path.with_name(f".{path.name}.part")
-        self._disk = Disk(os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
-        self._file = library().File(self._disk, "w", libver=("v110", "latest"))
-
-    def store(self, name: str, array: np.ndarray, attributes: dict[str, Any]) -> int:
-        """Write a dataset; gives the byte of the file where its values begin."""
-        dataset = self._file.create_dataset(name, data=array)
-        for key, value in attributes.items():
-            dataset.attrs.create(key, value)
-        self._disk.check()
-        return int(dataset.id.get_offset())
-
-    def finish(self) -> None:
-        """Close the file, with all of it on the disk and under its name."""
-        self._file.close()
-        self._disk.check()
-        os.fsync(self._disk.handle)
-        self._disk.close()
-        os.replace(self._part, self._path)
-        sync(self._path.parent)
-
-    def discard(self) -> None:
-        """Close the file and leave nothing of it."""
-        self._disk.drop()
-        with suppress(OSError, RuntimeError):
-            # It may miss what was dropped; nobody will read the file.
-            self._file.close()
-        self._disk.close()
-        self._part.unlink(missing_ok=True)

@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 
 from mpiflow.graph.sbp import B, S, box_shape, shard_box
-from mpiflow.io.checkpoint import CheckpointWriter, commit, prepare
-from mpiflow.io.restore import CheckpointReader
-from mpiflow.io.snapshot import Header, SavedVariable
+from mpiflow.io.checkpoint.read import CheckpointReader
+from mpiflow.io.checkpoint.records import Header, SavedVariable
+from mpiflow.io.checkpoint.write import CheckpointWriter, commit, prepare
 
 IDENTITY = (("model", "dense 5\ndense 3"), ("optimizer", "sgd lr=0.1"))
 

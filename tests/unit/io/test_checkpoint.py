@@ -21,13 +21,13 @@ from checkpoint_parts import (
 
 from mpiflow.errors import CheckpointError
 from mpiflow.graph.mesh import Mesh
-from mpiflow.io import checkpoint as saving
-from mpiflow.io.checkpoint import CheckpointWriter, commit, prepare, prune
-from mpiflow.io.disk import Disk
-from mpiflow.io.manifest import load
-from mpiflow.io.restore import newest, restore, verify
-from mpiflow.io.snapshot import SavedVariable
-from mpiflow.io.space import check_space, make_folder, required_bytes
+from mpiflow.io.checkpoint import write as saving
+from mpiflow.io.checkpoint.arrayfile import Disk
+from mpiflow.io.checkpoint.manifest import load
+from mpiflow.io.checkpoint.read import newest, restore, verify
+from mpiflow.io.checkpoint.records import SavedVariable
+from mpiflow.io.checkpoint.space import check_space, make_folder, required_bytes
+from mpiflow.io.checkpoint.write import CheckpointWriter, commit, prepare, prune
 from mpiflow.plan.records import Plan, Settings, Variable
 
 
@@ -90,7 +90,7 @@ def test_big_endian_and_strided_arrays_are_stored_by_value(tmp_path):
 
 
 def test_slices_larger_than_a_block_are_read_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpiflow.io.restore._BLOCK", 100)
+    monkeypatch.setattr("mpiflow.io.checkpoint.read._BLOCK", 100)
     arrays = {"w": np.arange(1400.0).reshape(70, 4, 5)}
     checkpoint = load(save(tmp_path, 1, arrays, (2,)))
     assert_equal(load_ranks(checkpoint, (3,), (2,)), arrays)

@@ -9,9 +9,9 @@ import pytest
 from checkpoint_parts import save
 
 from mpiflow.errors import CheckpointError
-from mpiflow.io import manifest
-from mpiflow.io.manifest import load
-from mpiflow.io.restore import newest
+from mpiflow.io.checkpoint import manifest
+from mpiflow.io.checkpoint.manifest import load
+from mpiflow.io.checkpoint.read import newest
 
 
 @pytest.fixture(autouse=True)

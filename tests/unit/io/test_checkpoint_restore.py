@@ -11,10 +11,9 @@ import pytest
 from checkpoint_parts import IDENTITY, assert_equal, load_ranks, save, values
 
 from mpiflow.errors import CheckpointError
-from mpiflow.io.checkpoint import prepare
-from mpiflow.io.checkpoint_info import describe, info
-from mpiflow.io.manifest import load
-from mpiflow.io.restore import (
+from mpiflow.io.checkpoint.info import describe, info
+from mpiflow.io.checkpoint.manifest import load
+from mpiflow.io.checkpoint.read import (
     CheckpointReader,
     newest,
     require_program,
@@ -22,7 +21,8 @@ from mpiflow.io.restore import (
     restore,
     verify,
 )
-from mpiflow.io.snapshot import SavedVariable
+from mpiflow.io.checkpoint.records import SavedVariable
+from mpiflow.io.checkpoint.write import prepare
 
 
 @pytest.fixture(autouse=True)

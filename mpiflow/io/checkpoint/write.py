@@ -25,10 +25,19 @@ import numpy as np
 
 from mpiflow.errors import CheckpointError
 from mpiflow.io import hdf5
-from mpiflow.io.fields import Fields
-from mpiflow.io.manifest import check, check_files, file_of, from_data, load, slice_of, to_text
-from mpiflow.io.rawfile import ShardFiles, byte_view
-from mpiflow.io.snapshot import (
+from mpiflow.io.checkpoint.arrayfile import ArrayFile
+from mpiflow.io.checkpoint.fields import Fields
+from mpiflow.io.checkpoint.manifest import (
+    check,
+    check_files,
+    file_of,
+    from_data,
+    load,
+    slice_of,
+    to_text,
+)
+from mpiflow.io.checkpoint.rawfile import ShardFiles, byte_view
+from mpiflow.io.checkpoint.records import (
     MANIFEST,
     PARTIAL,
     REMOVED,
@@ -41,7 +50,7 @@ from mpiflow.io.snapshot import (
     scan,
     step_name,
 )
-from mpiflow.io.space import disk_errors, make_folder, write_text
+from mpiflow.io.checkpoint.space import disk_errors, make_folder, write_text
 from mpiflow.plan.records import Plan
 
 _log = logging.getLogger(__name__)
@@ -68,7 +77,7 @@ class CheckpointWriter:
         self._path = folder / (step_name(step) + PARTIAL) / f"shard-{rank:05d}.h5"
         self._who = f"rank {rank} on {host}, checkpoint of step {step}: "
         self._origin = {"rank": rank, "host": host, "step": step}
-        self._file: hdf5.ArrayFile | None = None
+        self._file: ArrayFile | None = None
         self._slices: list[Slice] = []
         self.nbytes = 0
 
@@ -118,10 +127,10 @@ class CheckpointWriter:
             self._file.discard()
         self._path.unlink(missing_ok=True)
 
-    def _opened(self) -> hdf5.ArrayFile:
+    def _opened(self) -> ArrayFile:
         if self._file is None:
             make_folder(self._path.parent)
-            self._file = hdf5.ArrayFile(self._path)
+            self._file = ArrayFile(self._path)
         return self._file
 
     @contextmanager

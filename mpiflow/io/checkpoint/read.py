@@ -18,9 +18,9 @@ import numpy as np
 
 from mpiflow.errors import CheckpointError
 from mpiflow.graph.sbp import Box, box_shape
-from mpiflow.io.manifest import load
-from mpiflow.io.rawfile import ShardFiles, byte_view
-from mpiflow.io.snapshot import REMOVED, Checkpoint, SavedVariable, Slice, scan
+from mpiflow.io.checkpoint.manifest import load
+from mpiflow.io.checkpoint.rawfile import ShardFiles, byte_view
+from mpiflow.io.checkpoint.records import REMOVED, Checkpoint, SavedVariable, Slice, scan
 from mpiflow.plan.records import Register
 
 _BLOCK = 8 << 20

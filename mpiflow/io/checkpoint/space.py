@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpiflow.errors import CheckpointError
 from mpiflow.io import hdf5
-from mpiflow.io.snapshot import SavedVariable
+from mpiflow.io.checkpoint.records import SavedVariable
 from mpiflow.plan.records import Register
 from mpiflow.plan.slice import itemsize
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from mpiflow.errors import CheckpointError
 from mpiflow.graph.sbp import Box
-from mpiflow.io.fields import Fields, short
-from mpiflow.io.snapshot import (
+from mpiflow.io.checkpoint.fields import Fields, short
+from mpiflow.io.checkpoint.records import (
     MANIFEST,
     PARTIAL,
     REMOVED,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mpiflow.errors import CheckpointError
-from mpiflow.io.manifest import load
-from mpiflow.io.restore import verify
-from mpiflow.io.snapshot import MANIFEST, Checkpoint, folder_place, scan
+from mpiflow.io.checkpoint.manifest import load
+from mpiflow.io.checkpoint.read import verify
+from mpiflow.io.checkpoint.records import MANIFEST, Checkpoint, folder_place, scan
 
 
 def info(path: Path, *, deep: bool = False) -> dict[str, Any]:

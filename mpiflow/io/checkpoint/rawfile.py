@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from mpiflow.errors import CheckpointError
-from mpiflow.io.snapshot import ShardFile
+from mpiflow.io.checkpoint.records import ShardFile
 
 _OPEN_FILES = 16
 _BLOCK = 1 << 20
