@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from mpiflow.compiler.cost import collective_seconds
 from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.order import in_order
 from mpiflow.graph.mesh import Mesh
 from mpiflow.plan.records import Program, Register, Task
 
@@ -48,7 +49,7 @@ def bucket(program: Program, mesh: Mesh, machine: Machine) -> Program:
     tasks = [
         replace(t, after=tuple(dict.fromkeys(renamed.get(n, n) for n in t.after))) for t in tasks
     ]
-    return _sorted(replace(program, registers=tuple(registers.values()), tasks=tuple(tasks)))
+    return in_order(replace(program, registers=tuple(registers.values()), tasks=tuple(tasks)))
 
 
 def bucket_bytes(
@@ -129,20 +130,3 @@ def _fused(group: _Bucket, mesh: Mesh, machine: Machine) -> Task:
         seconds=collective_seconds(machine, "all_reduce", group.nbytes, members),
         where=group.tasks[-1].where,
     )
-
-
-def _sorted(program: Program) -> Program:
-    """With the tasks in topological order again, otherwise as they stood."""
-    needs = program.needs()
-    waiting = list(program.tasks)
-    ordered: dict[str, Task] = {}
-    while waiting:
-        rest = []
-        for task in waiting:
-            if all(name in ordered for name in needs[task.name]):
-                ordered[task.name] = task
-            else:
-                rest.append(task)
-        assert len(rest) < len(waiting), f"the tasks of {program.name} make a circle"
-        waiting = rest
-    return replace(program, tasks=tuple(ordered.values()))

@@ -10,6 +10,7 @@ from mpiflow.compiler import boxing
 from mpiflow.compiler.boxing import Hop, local_shape
 from mpiflow.compiler.cost import compute_bytes, compute_seconds, op_seconds, read_seconds
 from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.order import in_order, order_updates
 from mpiflow.compiler.signature import Choice, Placed
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
@@ -159,7 +160,11 @@ class _Lowering:
         self.placed, self.graph, self.variables = placed, placed.graph, variables
         self.build = Builder(mesh, machine)
         self.value: dict[Tensor, Register] = {}
-        self.assigned = {value: name for name, value in self.graph.assigns.items()}
+        self.old: dict[Tensor, Register] = {}
+        assigned = list(self.graph.assigns.values())
+        self.assigned = {
+            value: name for name, value in self.graph.assigns.items() if assigned.count(value) == 1
+        }
         self.uses: dict[Tensor, int] = {}
         for node, _ in placed.nodes:
             for tensor in node.inputs:
@@ -169,13 +174,14 @@ class _Lowering:
         self._read(data)
         for name, variable in self.graph.variables.items():
             self.value[variable.tensor] = self.variables[name]
+        self._keep_old()
         for node, choice in self.placed.nodes:
             self._node(node, choice)
         self._copy_assigned()
         outputs = tuple(self._output(name, t) for name, t in self.graph.outputs.items())
-        tasks = _order_updates(self.build.tasks, set(self.variables))
+        tasks = order_updates(self.build.tasks, set(self.variables))
         registers = tuple(self.build.registers.values())
-        return Program(self.graph.name, rows, registers, tasks, (), outputs, 0.0, data)
+        return in_order(Program(self.graph.name, rows, registers, tasks, (), outputs, 0.0, data))
 
     def _read(self, data: str) -> None:
         registers = []
@@ -206,6 +212,21 @@ class _Lowering:
             )
         )
 
+    def _keep_old(self) -> None:
+        """Copy the variables whose value of before the step is given out, or to a variable."""
+        shown, moved = set(self.graph.outputs.values()), set(self.graph.assigns.values())
+        for name, variable in self.graph.variables.items():
+            tensor = variable.tensor
+            if tensor in shown or (tensor in moved and name in self.graph.assigns):
+                old = self.build.register(
+                    f"{name}@old", tensor.shape, tensor.dtype, self.variables[name].layout
+                )
+                identity = REGISTRY["Identity"]()
+                self.build.compute(
+                    f"keep {name}", identity, [self.variables[name]], [old], tensor.where
+                )
+                self.old[tensor] = old
+
     def _node(self, node: Node, choice: Choice) -> None:
         inputs = [
             self.build.convert(self.value[t], layout, node.where)
@@ -223,19 +244,29 @@ class _Lowering:
     def _update_target(
         self, node: Node, output: int, inputs: list[Register], layout: Layout
     ) -> Variable | None:
-        """The variable itself, where the op may update it in place and nothing else reads it."""
+        """The variable itself, where the op may update it in place.
+
+        Nothing may read what the node gives, and the node no other variable that changes: its
+        turn is after every reader of the variable, which must not have to wait for it.
+        """
         tensor = node.outputs[output]
         name = self.assigned.get(tensor)
-        if name is None or tensor in self.uses or tensor in self.graph.outputs.values():
+        given = {*self.uses, *self.graph.outputs.values()}
+        if name is None or not given.isdisjoint(node.outputs) or self._reads_changing(node):
             return None
         variable = self.variables[name]
         in_place = any(j == output and inputs[i] is variable for i, j in node.op.inplace)
         return variable if in_place and layout == variable.layout else None
 
+    def _reads_changing(self, node: Node) -> bool:
+        """Whether the node reads a variable that the step changes, and not by this node."""
+        changing = {self.graph.variables[n].tensor: v for n, v in self.graph.assigns.items()}
+        return any(t in changing and changing[t] not in node.outputs for t in node.inputs)
+
     def _copy_assigned(self) -> None:
         """Values that could not be computed in place are copied once all readers are done."""
         for name, tensor in self.graph.assigns.items():
-            variable, value = self.variables[name], self.value[tensor]
+            variable, value = self.variables[name], self.old.get(tensor, self.value[tensor])
             if value is not variable:
                 where = tensor.where
                 value = self.build.convert(value, variable.layout, where)
@@ -244,22 +275,9 @@ class _Lowering:
 
     def _output(self, name: str, tensor: Tensor) -> Output:
         everywhere = (B,) * len(self.build.mesh.axes)
-        register = self.build.convert(self.value[tensor], everywhere, tensor.where)
+        value = self.old.get(tensor, self.value[tensor])
+        register = self.build.convert(value, everywhere, tensor.where)
         return Output(name, register.name, name in self.graph.totals)
-
-
-def _order_updates(tasks: list[Task], variables: set[str]) -> tuple[Task, ...]:
-    """Let every task that overwrites a variable come after the tasks that read it."""
-    readers: dict[str, list[str]] = {}
-    for task in tasks:
-        for name in task.inputs:
-            if name in variables:
-                readers.setdefault(name, []).append(task.name)
-    ordered = []
-    for task in tasks:
-        after = [r for o in task.outputs for r in readers.get(o, ()) if r != task.name]
-        ordered.append(replace(task, after=tuple(dict.fromkeys(after))) if after else task)
-    return tuple(ordered)
 
 
 def index_limits(graph: Graph) -> dict[str, int]:

@@ -118,6 +118,7 @@ class _Times:
         self.end = 2 * len(order.get(COMPUTE, ())) + 1
         self.start: dict[str, int] = {}
         self.done: dict[str, int] = {}
+        self.compute = {program.tasks[i].name for i in order.get(COMPUTE, ())}
         for position, index in enumerate(order.get(COMPUTE, ())):
             name = program.tasks[index].name
             self.start[name] = self.done[name] = 2 * position
@@ -133,7 +134,7 @@ class _Times:
                 followers[need].append(name)
         for task in program.tasks:
             self._start_of(task.name, before)
-        for task in program.tasks:
+        for task in reversed(program.tasks):  # followers first, so that the recursion stays flat
             self._done_of(task.name, followers)
 
     def _start_of(self, name: str, before: dict[str, list[str]]) -> int:
@@ -145,10 +146,9 @@ class _Times:
     def _done_of(self, name: str, followers: dict[str, list[str]]) -> int:
         if name not in self.done:
             ends = [
-                self.start[f] - 1 if f in self.done and self.start[f] == self.done[f]
-                else self._done_of(f, followers)
+                self.start[f] - 1 if f in self.compute else self._done_of(f, followers)
                 for f in followers[name]
-            ]  # fmt: skip
+            ]
             self.done[name] = min(ends, default=self.end)
         return self.done[name]
 

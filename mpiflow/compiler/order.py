@@ -1,0 +1,38 @@
+"""The order in which a program lists its tasks: what a task needs stands before it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpiflow.plan.records import Program, Task
+
+
+def in_order(program: Program) -> Program:
+    """With the tasks in topological order again, otherwise as they stood."""
+    needs = program.needs()
+    waiting = list(program.tasks)
+    ordered: dict[str, Task] = {}
+    while waiting:
+        rest = []
+        for task in waiting:
+            if all(name in ordered for name in needs[task.name]):
+                ordered[task.name] = task
+            else:
+                rest.append(task)
+        assert len(rest) < len(waiting), f"the tasks of {program.name} make a circle"
+        waiting = rest
+    return replace(program, tasks=tuple(ordered.values()))
+
+
+def order_updates(tasks: list[Task], variables: set[str]) -> tuple[Task, ...]:
+    """Let every task that overwrites a variable come after the tasks that read it."""
+    readers: dict[str, list[str]] = {}
+    for task in tasks:
+        for name in task.inputs:
+            if name in variables:
+                readers.setdefault(name, []).append(task.name)
+    ordered = []
+    for task in tasks:
+        after = [r for o in task.outputs for r in readers.get(o, ()) if r != task.name]
+        ordered.append(replace(task, after=tuple(dict.fromkeys(after))) if after else task)
+    return tuple(ordered)
