@@ -9,9 +9,10 @@ import argparse
 import inspect
 import io
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,12 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MpiflowError as error:
-        print(f"mpiflow: {error}", file=sys.stderr)
+        if not (isinstance(error, UsageError) and _is_later_rank(os.environ)):
+            print(f"mpiflow: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe has seen enough; leave nothing for the interpreter to flush.
         sys.stderr.close()
         return 0
+
+
+def _is_later_rank(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process as another rank than 0.
+
+    What cannot be meant is found before MPI starts, by every rank alike; one says it.
+    """
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return any(environment.get(name, "0") != "0" for name in names)
 
 
 def _main_json(given: list[str]) -> int:

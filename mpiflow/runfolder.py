@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiflow import metrics
 from mpiflow.errors import CheckpointError
-from mpiflow.io.checkpoint import read, space
+from mpiflow.io.checkpoint import read, records, space
 from mpiflow.io.dataset import check_files
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan
@@ -89,7 +89,7 @@ def _prepare_folder(plan: Plan, options: Options) -> Start:
         return start
     # The evaluations at the end of a run that is over are made again.
     dropped = metrics.cut(options.out / METRICS, start.step, evaluations=not start.over)
-    if dropped and start.checkpoint:
+    if dropped:
         remarks.append(f"dropped the metrics of {dropped} steps after step {start.step}")
     space.check_space(folder, space.required_bytes(plan.variables, plan.mesh.size))
     store.save(plan, options.out / PLAN)
@@ -103,13 +103,16 @@ def _newest(plan: Plan, options: Options, folder: Path) -> Start:
     saved, skipped = read.newest(folder, deep=True)
     remarks = [f"passed over a checkpoint: {line}" for line in skipped]
     if saved is None:
-        if skipped:
+        never = (records.PARTIAL, records.REMOVED)
+        if any(suffix not in never for _, suffix, _ in records.scan(folder)):
             raise CheckpointError(
                 f"{folder}: no checkpoint there is complete\n  "
                 + "\n  ".join(skipped)
                 + "\n  start anew with --fresh"
             )
-        return Start()
+        if skipped:
+            remarks.append("no checkpoint was complete before: beginning at step 1")
+        return Start(remarks=tuple(remarks))
     differences = read.require_program(
         saved, plan.identity, store.program_digest(plan), options.accept_changes
     )
