@@ -28,12 +28,15 @@ def data_set(name, rows, batch, features=FEATURES):
 
 
 def classifier(batch=128, *, optimizer=None, width=WIDTH, hidden="S(1)", last="B"):
-    """Dense, relu, Dense on uint8 images; the weights are split so over an axis `model`."""
+    """Dense, relu, Dense on uint8 images; hints say how an axis `model` splits the weights."""
+
+    def hint(text):
+        return text and {"model": parse(text)}
 
     def model(batch):
         x = mf.cast(batch["image"], "float32") / 16
-        x = mf.relu(nn.Dense(width, name="fc1", sbp={"model": parse(hidden)})(x))
-        logits = nn.Dense(CLASSES, name="out", sbp={"model": parse(last)})(x)
+        x = mf.relu(nn.Dense(width, name="fc1", sbp=hint(hidden))(x))
+        logits = nn.Dense(CLASSES, name="out", sbp=hint(last))(x)
         hit = mf.equal(mf.argmax(logits), batch["label"])
         return {
             "loss": mf.mean(mf.cross_entropy(logits, batch["label"])),

@@ -22,7 +22,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.errors import CompileError, SbpError
 from mpiflow.graph.graph import Graph, Hint, Node, Variable
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import B, Layout, S, Sbp, layout_text
+from mpiflow.graph.sbp import B, Layout, Partial, S, Sbp, layout_text
 from mpiflow.graph.tensor import Tensor
 
 DATA = "data"
@@ -134,7 +134,7 @@ class _Solver:
             S(0) if i in self.batch and size > 1 else B for i, size in enumerate(self.mesh.sizes)
         )
         if hint is not None:
-            layout = hinted(hint, self.mesh, tensor)
+            layout = self._stored(hint, tensor)
         return [Choice((), (layout,))]
 
     def _variable_domain(self, variable: Variable) -> list[Choice]:
@@ -147,7 +147,7 @@ class _Solver:
                 )
             return [Choice((), (self.fixed[tensor.name],))]
         if variable.hint is not None:
-            return [Choice((), (hinted(variable.hint, self.mesh, tensor),))]
+            return [Choice((), (self._stored(variable.hint, tensor),))]
         per_axis: list[list[Sbp]] = []
         for name, size in self.mesh.axes:
             splits = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
@@ -167,6 +167,13 @@ class _Solver:
             domain = self._node_domain(node)
             self.known[key] = domain, np.array([self._seconds(node, c) for c in domain])
         return self.known[key]
+
+    def _stored(self, hint: Hint, tensor: Tensor) -> Layout:
+        """What a hint asks for an input or a variable, which hold values, never parts of sums."""
+        layout = hinted(hint, self.mesh, tensor)
+        if any(isinstance(sbp, Partial) for sbp in layout):
+            raise SbpError(f"{tensor.name} is stored, so it cannot be {hint}\n  {tensor.where}")
+        return layout
 
     def _node_domain(self, node: Node) -> list[Choice]:
         signatures = node.op.signatures(
