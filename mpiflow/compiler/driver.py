@@ -49,7 +49,8 @@ from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout, S
-from mpiflow.job import Job
+from mpiflow.job import Best, Job
+from mpiflow.optim import average_name
 from mpiflow.plan.records import DataSet, Plan, Program, Settings, Variable
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
@@ -106,7 +107,9 @@ class _Compiler:
         cache_bytes: Callable[[DataSet, tuple[int, int]], int],
         observe: Observer,
     ) -> None:
-        self.job, self.data, self.target = job, data, target
+        steps = job.epochs * (data["train"].rows // data["train"].batch)
+        self.job = replace(job, optimizer=job.optimizer.over(steps))
+        self.data, self.target = data, target
         self.mesh, self.machine = target.mesh, target.machine
         self.folder, self.cache_bytes, self.observe = folder, cache_bytes, observe
         self.notes: list[str] = []
@@ -124,8 +127,9 @@ class _Compiler:
         programs.append(
             lower(placed, variables, self.mesh, self.machine, data="train", rows=train.batch)
         )
+        shown = self._averages(variables)
         for name in self.job.evaluations:
-            programs += self._evaluations(name, layouts, variables)
+            programs += self._evaluations(name, shown)
         programs.append(lower_save(variables, self.mesh, self.machine))
         programs = [self._arrange(program, set(variables)) for program in programs]
         packed = plan_memory(tuple(variables.values()), tuple(programs))
@@ -151,13 +155,21 @@ class _Compiler:
             self.notes += notes
         return graph
 
-    def _evaluations(
-        self, name: str, layouts: dict[str, Layout], variables: dict[str, Variable]
-    ) -> list[Program]:
+    def _averages(self, variables: dict[str, Variable]) -> dict[str, Variable]:
+        """What an evaluation uses for each variable: its average, where the optimizer has one."""
+        if not self.job.optimizer.ema:
+            return variables
+        return {
+            name: variables.get(average_name(name), v) if v.trainable else v
+            for name, v in variables.items()
+        }
+
+    def _evaluations(self, name: str, variables: dict[str, Variable]) -> list[Program]:
         """A program for the full batches of an evaluation, one for the rows that are left."""
         data = self.data[name]
         base = evaluation_program(name)
         tail = data.rows % data.batch
+        layouts = {name: variable.layout for name, variable in variables.items()}
         sizes = [(base, data.batch)] if data.rows >= data.batch else []
         sizes += [(f"{base}_tail", tail)] if tail else []
         programs = []
@@ -226,7 +238,7 @@ class _Compiler:
             arenas=(("host", nbytes),),
             process_bytes=self._process_bytes(programs, nbytes),
             data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
-            settings=self._settings(train),
+            settings=self._settings(train, programs),
             programs=programs,
             notes=tuple(relative_line(note, self.folder) for note in self.notes),
         )
@@ -263,12 +275,8 @@ class _Compiler:
                 cached[program.data] = self.cache_bytes(self.data[program.data], (0, rows))
         return self.machine.process_bytes + arena + sum(cached.values())
 
-    def _settings(self, train: DataSet) -> Settings:
-        job = self.job
-        best = job.best
-        metric = best.metric if best else ""
-        if metric and "." not in metric:
-            metric = f"{next(iter(job.evaluations))}.{metric}"
+    def _settings(self, train: DataSet, programs: tuple[Program, ...]) -> Settings:
+        job, best = self.job, self.job.best
         return Settings(
             epochs=job.epochs,
             steps_per_epoch=train.rows // train.batch,
@@ -278,10 +286,22 @@ class _Compiler:
             keep=job.save.keep,
             evaluate_steps=job.evaluate_every.steps if job.evaluations else 0,
             evaluate_epochs=job.evaluate_every.epochs if job.evaluations else 0,
-            best=metric,
+            best=self._best_metric(best, programs) if best else "",
             mode=best.mode if best else "max",
             patience=best.patience if best else 0,
         )
+
+    def _best_metric(self, best: Best, programs: tuple[Program, ...]) -> str:
+        """The metric with the name of its evaluation before it."""
+        name, _, output = best.metric.rpartition(".")
+        name = name or next(iter(self.job.evaluations))
+        given = {f"{p.data}.{o.name}" for p in programs if p.data != "train" for o in p.outputs}
+        if f"{name}.{output}" not in given:
+            raise JobError(
+                f"best: there is no metric {best.metric!r}; the evaluations give"
+                f" {', '.join(sorted(given))}"
+            )
+        return f"{name}.{output}"
 
 
 def evaluation_program(name: str) -> str:
