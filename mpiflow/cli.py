@@ -138,6 +138,8 @@ def plan(options: Arguments) -> None:
     """
     from mpiflow.plan import store, text
 
+    if options.output and Path(options.output).is_dir():
+        raise UsageError(f"-o {options.output}: a folder; name the plan's file in it")
     began = time.perf_counter()
     if options.after:
         _plan_after(options)
