@@ -28,30 +28,17 @@ class Fields:
             raise CheckpointError(f"{self.where}: {key!r} is {short(value)}, not {words}")
         return value
 
-    def text(self, key: str, pattern: re.Pattern[str] | None = None) -> str:
-        """A string of printable characters, of the form of `pattern`."""
-        value = self._get(key, str, "a string")
+    def text(self, key: str) -> str:
+        """A string of printable characters."""
+        value: str = self._get(key, str, "a string")
         if not value.isprintable():
             raise CheckpointError(f"{self.where}: {key!r} is {short(value)}, not printable")
-        if pattern and not pattern.fullmatch(value):
-            raise CheckpointError(
-                f"{self.where}: {key!r} is {short(value)}, not of the form {pattern.pattern}"
-            )
         return value
 
     def integer(self, key: str) -> int:
         """A whole number from 0 to 2**62."""
-        return self._size(key, self._get(key, int, "a whole number"))
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        """At most 32 whole numbers from 0 to 2**62: a shape or a start."""
-        values = self.items(key)
-        if len(values) > _DIMS:
-            raise CheckpointError(f"{self.where}: {key!r} has {len(values)} dims, {_DIMS} at most")
-        return tuple(self._size(key, value) for value in values)
-
-    def _size(self, key: str, value: Any) -> int:
-        if type(value) is not int or not 0 <= value <= _LARGEST:
+        value: int = self._get(key, int, "a whole number")
+        if not is_size(value):
             raise CheckpointError(
                 f"{self.where}: {key!r} holds {short(value)}, not a number from 0 to 2**62"
             )
@@ -65,9 +52,20 @@ class Fields:
         """A mapping."""
         return self._get(key, dict, "a mapping")
 
-    def records(self, key: str) -> list[Fields]:
-        """A list of mappings."""
-        return [Fields(v, f"{self.where}: {key}[{i}]") for i, v in enumerate(self.items(key))]
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a whole number from 0 to 2**62."""
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def are_sizes(value: Any) -> bool:
+    """Whether a value is a list of at most 32 such numbers: a shape or a start."""
+    return type(value) is list and len(value) <= _DIMS and all(map(is_size, value))
+
+
+def matches(value: Any, pattern: re.Pattern[str]) -> bool:
+    """Whether a value is a string of the form of `pattern`."""
+    return type(value) is str and pattern.fullmatch(value) is not None
 
 
 def short(value: Any) -> str:

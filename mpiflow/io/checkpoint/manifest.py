@@ -20,7 +20,7 @@ from typing import Any
 
 from mpiflow.errors import CheckpointError
 from mpiflow.graph.sbp import Box
-from mpiflow.io.checkpoint.fields import Fields, short
+from mpiflow.io.checkpoint.fields import Fields, are_sizes, is_size, matches, short
 from mpiflow.io.checkpoint.records import (
     MANIFEST,
     PARTIAL,
@@ -40,7 +40,7 @@ _UNFINISHED = {
     REMOVED: "half deleted; a newer checkpoint had replaced it",
 }
 _SHARD = re.compile(r"shard-\d{5,9}\.h5")
-_DATASET = re.compile(r"slice-\d{1,9}")
+_DATASET = "slice-"
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
 
@@ -54,8 +54,7 @@ def load(path: Path, *, look: bool = True) -> Checkpoint:
         raise CheckpointError(f"{path}: {_UNFINISHED[suffix]}")
     manifest = path / MANIFEST
     try:
-        text = manifest.read_text("utf-8")
-        checkpoint = from_data(json.loads(text), path, str(manifest))
+        checkpoint = parse(manifest.read_text("utf-8"), path, str(manifest))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: {MANIFEST} is missing") from None
     except (OSError, ValueError, RecursionError) as problem:
@@ -87,59 +86,70 @@ def check_files(checkpoint: Checkpoint) -> None:
 
 
 def to_text(checkpoint: Checkpoint) -> str:
-    """The manifest: JSON, one line an item, with a checksum over all of it."""
-    body = _body(checkpoint)
-    body["checksum"] = _digest(body)
-    lines = (f"{json.dumps(key)}: {_value_text(value)}" for key, value in body.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    """The manifest: JSON, one line an item, ending with a checksum over all before it.
 
+        "files": [[name, bytes, frame], ...]
+        "variables": [[name, dtype, shape, [slice, ...]], ...]
 
-def _body(checkpoint: Checkpoint) -> dict[str, Any]:
-    def fields(record: Any) -> dict[str, Any]:
-        return {name: getattr(record, name) for name in record.__slots__}
-
-    body = {
-        "format": FORMAT,
-        "job": checkpoint.job,
-        "step": checkpoint.step,
-        "epoch": checkpoint.epoch,
-        "ranks": checkpoint.ranks,
-        "digest": checkpoint.digest,
-        "program": checkpoint.program,
-        "identity": checkpoint.identity,
-        "state": checkpoint.state,
-        "variables": [fields(variable) for variable in checkpoint.variables],
-        "files": [fields(file) for file in checkpoint.files],
-        "slices": [fields(piece) for piece in checkpoint.slices],
-    }
+    and a slice is [file, dataset, offset, start, shape, checksum], its file and dataset by number.
+    """
+    numbers = {file.name: number for number, file in enumerate(checkpoint.files)}
+    slices: dict[str, list[Any]] = {variable.name: [] for variable in checkpoint.variables}
+    for piece in checkpoint.slices:
+        slices[piece.variable].append([numbers[piece.file], *slice_row(piece)])
+    body: dict[str, Any] = {key: getattr(checkpoint, key) for key in _HEADER}
+    body["files"] = [[file.name, file.nbytes, file.frame] for file in checkpoint.files]
+    body["variables"] = [[v.name, v.dtype, v.shape, slices[v.name]] for v in checkpoint.variables]
     try:
-        return json.loads(json.dumps(body))
+        return _sealed({"format": FORMAT, **body})
     except (TypeError, ValueError) as problem:
         raise CheckpointError(f"the state to save is not plain JSON: {problem}") from problem
 
 
-def _digest(body: dict[str, Any]) -> str:
-    text = json.dumps({k: v for k, v in body.items() if k != "checksum"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+_HEADER = ("job", "step", "epoch", "ranks", "digest", "program", "identity", "state")
+
+
+def slice_row(piece: Slice) -> list[Any]:
+    """A slice as a list, but for its file, variable and dtype."""
+    number = int(piece.dataset.removeprefix(_DATASET))
+    return [number, piece.offset, piece.start, piece.shape, piece.checksum]
+
+
+def _sealed(body: dict[str, Any]) -> str:
+    """The text of a manifest of this content."""
+    items = (f"{json.dumps(key)}: {_value_text(value)}" for key, value in body.items())
+    text = "{\n" + ",\n".join(items)
+    return f"{text}{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}{_END}"
+
+
+_SEAL, _END = ',\n"checksum": "', '"\n}\n'
 
 
 def _value_text(value: Any) -> str:
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         return json.dumps(value)
-    return "[\n " + ",\n ".join(json.dumps(item) for item in value) + "\n]"
+    return "[\n " + ",\n ".join(json.dumps(item, separators=(",", ":")) for item in value) + "\n]"
 
 
 # -- reading what is not trusted ----------------------------------------------------------------
 
 
-def from_data(data: Any, path: Path, where: str) -> Checkpoint:
+def parse(text: str, path: Path, where: str) -> Checkpoint:
     """The checkpoint that a manifest describes; every name, size and offset in it is checked."""
-    fields = Fields(data, where)
+    fields = Fields(json.loads(text), where)
     version = fields.integer("format")
     if version != FORMAT:
         raise CheckpointError(f"{where}: format {version}, this mpiflow reads format {FORMAT}")
-    if fields.text("checksum") != _digest(data):
+    body, _, checksum = text.rpartition(_SEAL)
+    if checksum != hashlib.sha256(body.encode()).hexdigest() + _END:
         raise CheckpointError(f"{where}: damaged, its content does not match its checksum")
+    files = tuple(file_of(row, where) for row in fields.items("files"))
+    names = [file.name for file in files]
+    variables, slices = [], []
+    for row in fields.items("variables"):
+        variable, rows = _variable(row, where)
+        variables.append(variable)
+        slices += [slice_of(row, variable.name, variable.dtype, names, where) for row in rows]
     checkpoint = Checkpoint(
         path=path,
         job=fields.text("job"),
@@ -150,9 +160,9 @@ def from_data(data: Any, path: Path, where: str) -> Checkpoint:
         program=fields.text("program"),
         identity=tuple(_pair(item, where) for item in fields.items("identity")),
         state=fields.mapping("state"),
-        variables=tuple(_variable(item) for item in fields.records("variables")),
-        files=tuple(file_of(item) for item in fields.records("files")),
-        slices=tuple(slice_of(item) for item in fields.records("slices")),
+        variables=tuple(variables),
+        files=files,
+        slices=tuple(slices),
     )
     check(checkpoint, where)
     return checkpoint
@@ -164,43 +174,56 @@ def _pair(item: Any, where: str) -> tuple[str, str]:
     return item[0], item[1]
 
 
-def _variable(fields: Fields) -> SavedVariable:
-    return SavedVariable(fields.text("name"), fields.integers("shape"), _dtype(fields))
+def file_of(row: Any, where: str) -> ShardFile:
+    """The file of which a list tells [name, bytes, frame]."""
+    match row:
+        case [name, size, frame] if (
+            matches(name, _SHARD) and is_size(size) and matches(frame, _CHECKSUM)
+        ):
+            return ShardFile(name, size, frame)
+    raise CheckpointError(f"{where}: file {short(row)} is not [name, bytes, frame]")
 
 
-def _dtype(fields: Fields) -> str:
-    dtype = fields.text("dtype")
+def _variable(row: Any, where: str) -> tuple[SavedVariable, list[Any]]:
+    """The variable of which a list tells [name, dtype, shape, slices], and the slices."""
+    match row:
+        case [str(name), str(dtype), shape, [*slices]] if name.isprintable() and are_sizes(shape):
+            _check_dtype(dtype, where)
+            return SavedVariable(name, tuple(shape), dtype), slices
+    raise CheckpointError(f"{where}: variable {short(row)} is not [name, dtype, shape, slices]")
+
+
+def _check_dtype(dtype: str, where: str) -> None:
     try:
         itemsize(dtype)
     except KeyError:
-        raise CheckpointError(f"{fields.where}: unknown dtype {short(dtype)}") from None
-    return dtype
+        raise CheckpointError(f"{where}: unknown dtype {short(dtype)}") from None
 
 
-def file_of(fields: Fields) -> ShardFile:
-    """A file whose fields have the right types and forms."""
-    return ShardFile(
-        name=fields.text("name", _SHARD),
-        nbytes=fields.integer("nbytes"),
-        frame=fields.text("frame", _CHECKSUM),
+def slice_of(row: Any, variable: str, dtype: str, files: list[str], where: str) -> Slice:
+    """The slice of which a list tells [file, dataset, offset, start, shape, checksum].
+
+    `check` judges its place.
+    """
+    match row:
+        case [file, number, offset, start, shape, checksum] if (
+            is_size(file)
+            and file < len(files)
+            and is_size(number)
+            and is_size(offset)
+            and are_sizes(start)
+            and are_sizes(shape)
+            and len(start) == len(shape)
+            and matches(checksum, _CHECKSUM)
+        ):
+            return Slice(
+                variable, files[file], f"{_DATASET}{number}", offset, tuple(start), tuple(shape),
+                dtype, checksum,
+            )  # fmt: skip
+    raise CheckpointError(
+        f"{where}: slice {short(row)} of {variable!r} is not [file, dataset, offset, start, shape, "
+        f"checksum] with a file below {len(files)}"
     )
-
-
-def slice_of(fields: Fields) -> Slice:
-    """A slice whose fields have the right types and forms; `check` judges its place."""
-    piece = Slice(
-        variable=fields.text("variable"),
-        file=fields.text("file", _SHARD),
-        dataset=fields.text("dataset", _DATASET),
-        offset=fields.integer("offset"),
-        start=fields.integers("start"),
-        shape=fields.integers("shape"),
-        dtype=_dtype(fields),
-        checksum=fields.text("checksum", _CHECKSUM),
-    )
-    if len(piece.start) != len(piece.shape):
-        raise CheckpointError(f"{fields.where}: start {piece.start} and shape {piece.shape} differ")
-    return piece
 
 
 # -- do the slices make up the variables? -------------------------------------------------------
@@ -223,20 +246,20 @@ def _check_places(checkpoint: Checkpoint, where: str) -> None:
     dtypes = _unique(where, "variable", [(v.name, v.dtype) for v in checkpoint.variables])
     reached: dict[str, int] = {}
     for piece in sorted(checkpoint.slices, key=lambda piece: (piece.file, piece.offset)):
-        name = f"{where}: {piece.file}:{piece.dataset} of {piece.variable!r}"
+        problem = ""
+        start, stop = reached.get(piece.file, 0), piece.offset + piece.nbytes
         if piece.variable not in dtypes or piece.file not in ends:
-            raise CheckpointError(f"{name}: no such variable or file in the checkpoint")
-        if piece.dtype != dtypes[piece.variable]:
-            raise CheckpointError(
-                f"{name}: dtype {piece.dtype}, the variable has {dtypes[piece.variable]}"
+            problem = "no such variable or file in the checkpoint"
+        elif piece.dtype != dtypes[piece.variable]:
+            problem = f"dtype {piece.dtype}, the variable has {dtypes[piece.variable]}"
+        elif not start <= piece.offset < stop <= ends[piece.file]:
+            problem = (
+                f"lies at bytes {piece.offset} to {stop}; it must lie between {start}, where the "
+                f"one before it ends, and {ends[piece.file]}, where the file ends"
             )
-        stop = piece.offset + piece.nbytes
-        if not reached.get(piece.file, 0) <= piece.offset < stop <= ends[piece.file]:
-            raise CheckpointError(
-                f"{name}: lies at bytes {piece.offset} to {stop}; it must lie between "
-                f"{reached.get(piece.file, 0)}, where the one before it ends, and "
-                f"{ends[piece.file]}, where the file ends"
-            )
+        if problem:
+            name = f"{piece.file}:{piece.dataset} of {piece.variable!r}"
+            raise CheckpointError(f"{where}: {name}: {problem}")
         reached[piece.file] = stop
 
 
@@ -257,8 +280,10 @@ def _check_cover(variable: SavedVariable, boxes: list[Box], where: str) -> None:
 def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...], dim: int) -> str:
     if any(len(box) != len(shape) for box in boxes):
         return "a slice has another number of dims"
+    if len(boxes) == 1 and boxes[0][dim:] == tuple((0, size) for size in shape[dim:]):
+        return ""
     if dim == len(shape):
-        return "" if len(boxes) == 1 else f"{len(boxes)} slices hold the same part"
+        return f"{len(boxes)} slices hold the same part"
     reached = 0
     for (start, stop), group in groupby(sorted(boxes, key=_at(dim)), key=_at(dim)):
         if start != reached:

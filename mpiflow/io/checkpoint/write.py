@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ from mpiflow.io.checkpoint.manifest import (
     check,
     check_files,
     file_of,
-    from_data,
     load,
+    parse,
     slice_of,
+    slice_row,
     to_text,
 )
 from mpiflow.io.checkpoint.rawfile import ShardFiles, byte_view
@@ -116,8 +117,8 @@ class CheckpointWriter:
             file = self._measured()
             index = {
                 **self._origin,
-                "file": asdict(file),
-                "slices": [asdict(piece) for piece in self._slices],
+                "file": [file.name, file.nbytes, file.frame],
+                "slices": [[p.variable, p.dtype, *slice_row(p)] for p in self._slices],
             }
             write_text(self._path.with_suffix(".json"), json.dumps(index))
 
@@ -181,7 +182,7 @@ def commit(folder: Path, header: Header, ranks: int, *, patience: float = 10.0) 
     final = folder / step_name(header.step)
     checkpoint = _gather(partial, header, ranks, patience)
     text = to_text(checkpoint)
-    from_data(json.loads(text), partial, str(partial / MANIFEST))
+    parse(text, partial, str(partial / MANIFEST))
     with disk_errors(partial, len(text)):
         write_text(partial / MANIFEST, text)
         for index in _indexes(partial):
@@ -219,12 +220,17 @@ def _indexes(partial: Path) -> list[Path]:
 
 def _read_index(path: Path) -> tuple[ShardFile, list[Slice]]:
     """The shard file and the slices that one rank has written."""
+    where = str(path)
     try:
-        index = Fields(json.loads(path.read_text("utf-8")), str(path))
-    except (OSError, ValueError) as problem:
+        index = Fields(json.loads(path.read_text("utf-8")), where)
+        file = file_of(index.items("file"), where)
+        pieces = [
+            slice_of([0, *row], variable, dtype, [file.name], where)
+            for variable, dtype, *row in index.items("slices")
+        ]
+    except (OSError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{path}: cannot be read: {problem}") from problem
-    pieces = [slice_of(record) for record in index.records("slices")]
-    return file_of(Fields(index.mapping("file"), str(path))), pieces
+    return file, pieces
 
 
 def _install(partial: Path, final: Path) -> None:

@@ -27,16 +27,20 @@ def path(tmp_path):
 
 def rewrite(path, change, *, sealed=True):
     """Change the manifest; sealed gives it the checksum that its author could give it."""
-    data = json.loads((path / "manifest.json").read_text())
+    text = (path / "manifest.json").read_text()
+    data = json.loads(text)
+    checksum = data.pop("checksum")
     changed = change(data)
     data = data if changed is None else changed
     if sealed and isinstance(data, dict):
-        data["checksum"] = manifest._digest(data)
-    (path / "manifest.json").write_text(json.dumps(data))
+        text = manifest._sealed(data)
+    else:
+        text = json.dumps(data | {"checksum": checksum} if isinstance(data, dict) else data)
+    (path / "manifest.json").write_text(text)
 
 
 def put(key, value):
-    """Set a dotted key: `slices.0.offset`."""
+    """Set a dotted key: `files.0.1`."""
 
     def change(data):
         *parents, last = [int(k) if k.isdecimal() else k for k in key.split(".")]
@@ -64,18 +68,16 @@ def test_rewriting_without_a_change_still_loads(path):
 
 
 KEYS = ["format", "job", "step", "epoch", "ranks", "digest", "program", "identity", "state"]
-KEYS += ["variables", "files", "slices", "variables.0.name", "variables.0.shape"]
-KEYS += ["variables.0.dtype", "files.0.name", "files.0.nbytes", "files.0.frame"]
-KEYS += [
-    f"slices.0.{key}"
-    for key in ("variable", "file", "dataset", "offset", "start", "shape", "dtype", "checksum")
-]
+KEYS += ["variables", "files"]
+# Name, bytes, frame; name, dtype, shape, slices; file, dataset, offset, start, shape, checksum.
+PLACES = [f"files.0.{i}" for i in range(3)] + [f"variables.0.{i}" for i in range(4)]
+PLACES += [f"variables.0.3.0.{i}" for i in range(6)]
 JUNK = [None, True, -1, 0.5, 2**200, float("inf"), "", "\ud800", "a\x1b[2J", [], [[]], {}, [-1]]
 JUNK += [[True], [2**63], "../../etc/passwd", "/etc/passwd", "shard-00000.h5/../x", [None] * 99]
-# What these keys may hold: any printable text, any size, any mapping.
+# What these keys may hold: any printable text, any size, any mapping, no variables at all.
 HARMLESS = {
     ("job", str), ("digest", str), ("program", str), ("epoch", int), ("ranks", int),
-    ("state", dict), ("identity", list),
+    ("state", dict), ("identity", list), ("variables", list), ("variables.0.0", str),
 }  # fmt: skip
 
 
@@ -86,7 +88,14 @@ def test_a_missing_key_is_an_error(path, key):
         load(path)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", PLACES)
+def test_a_missing_item_is_an_error(path, key):
+    rewrite(path, drop(key))
+    with pytest.raises(CheckpointError, match=r"manifest.json: .* is not \["):
+        load(path)
+
+
+@pytest.mark.parametrize("key", KEYS + PLACES)
 def test_junk_in_any_key_is_an_error_and_no_traceback(path, key):
     text = (path / "manifest.json").read_text()
     for junk in JUNK:
@@ -102,38 +111,46 @@ def test_junk_in_any_key_is_an_error_and_no_traceback(path, key):
         (path / "manifest.json").write_text(text)
 
 
+FIRST = "variables.0.3.0"
 HOSTILE = {
-    "offset before the file": (put("slices.0.offset", -8), "not a number from 0"),
-    "offset beyond the file": (put("slices.0.offset", 10**6), "where the file ends"),
+    "offset before the file": (put(f"{FIRST}.2", -8), r"slice \[0, 0, -8, .* is not"),
+    "offset beyond the file": (put(f"{FIRST}.2", 10**6), "where the file ends"),
     "slice over another": (
-        lambda d: put("slices.1.offset", d["slices"][0]["offset"] + 8)(d),
+        lambda d: put(f"{FIRST}.2", d["variables"][1][3][0][2])(d),
         "where the one before it ends",
     ),
-    "huge shape": (put("slices.0.shape", [2**40, 2**40]), "where the file ends"),
-    "zero shape": (put("slices.0.shape", [0, 2]), "it must lie between"),
-    "shape of other dims": (put("slices.0.shape", [4]), "differ"),
-    "start beyond": (put("slices.0.start", [1, 0]), "gap from 0 to 1 of dim 0"),
-    "slice left out": (drop("slices.0"), "gap"),
-    "slice twice": (lambda d: d["slices"].append(d["slices"][0]), "where the one before it ends"),
+    "huge shape": (put(f"{FIRST}.4", [2**40, 2**40]), "where the file ends"),
+    "zero shape": (put(f"{FIRST}.4", [0, 2]), "it must lie between"),
+    "shape of other dims": (put(f"{FIRST}.4", [4]), "slice .* is not"),
+    "start beyond": (put(f"{FIRST}.3", [1, 0]), "gap from 0 to 1 of dim 0"),
+    "slice left out": (drop(FIRST), "gap"),
+    "scalar left out": (drop("variables.1.3.0"), "0 slices hold the same part"),
+    "scalar twice": (
+        lambda d: d["variables"][1][3].append([1, 9, 0, [], [], "0" * 64]),
+        "2 slices hold the same part",
+    ),
+    "slice twice": (
+        lambda d: d["variables"][0][3].append(d["variables"][0][3][0]),
+        "where the one before it ends",
+    ),
     "variable twice": (
-        lambda d: d["variables"].append(d["variables"][0]),
+        lambda d: d["variables"].append([*d["variables"][0][:3], []]),
         "a variable is listed twice",
     ),
     "file twice": (lambda d: d["files"].append(d["files"][0]), "a file is listed twice"),
-    "file in another folder": (put("slices.0.file", "../shard-00000.h5"), "not of the form"),
-    "file of another name": (put("files.0.name", "manifest.json"), "not of the form"),
-    "dataset path": (put("slices.0.dataset", "/x"), "not of the form"),
-    "file that is not listed": (put("slices.0.file", "shard-00007.h5"), "no such variable or file"),
-    "unknown dtype": (put("variables.0.dtype", "object"), 'unknown dtype "object"'),
-    "other dtype": (put("slices.0.dtype", "int64"), "dtype int64, the variable has float64"),
-    "larger variable": (put("variables.0.shape", [2**61, 2]), "gap"),
+    "file in another folder": (put("files.0.0", "../shard-00000.h5"), "file .* is not"),
+    "file of another name": (put("files.0.0", "manifest.json"), "file .* is not"),
+    "dataset path": (put(f"{FIRST}.1", "/x"), "slice .* is not"),
+    "file that is not listed": (put(f"{FIRST}.0", 7), "is not .* with a file below 2"),
+    "unknown dtype": (put("variables.0.1", "object"), 'unknown dtype "object"'),
+    "larger variable": (put("variables.0.2", [2**61, 2]), "gap"),
     "other step": (put("step", 41), "holds step 41, its folder step 40"),
     "other format": (put("format", 2), "format 2, this mpiflow reads format 1"),
     "no mapping": (lambda d: [d], "a mapping is expected"),
-    "record that is none": (put("slices.0", 3), r"slices\[0\]: a mapping is expected"),
+    "slice that is none": (put(FIRST, 3), "slice 3 of 'w' is not"),
     "identity of three": (put("identity.0", ["a", "b", "c"]), "not two strings"),
-    "short file": (put("files.0.nbytes", 10), "where the file ends"),
-    "long file": (put("files.0.nbytes", 10**9), r"bytes, 1000000000 expected"),
+    "short file": (put("files.0.1", 10), "where the file ends"),
+    "long file": (put("files.0.1", 10**9), r"bytes, 1000000000 expected"),
 }
 
 
