@@ -13,15 +13,13 @@ def differentiate(graph: Graph, optimizer: Optimizer) -> tuple[str, ...]:
     trainable = [v for v in graph.variables.values() if v.trainable]
     if not trainable:
         raise JobError("the model has no trainable variable, so there is nothing to train")
-    idle = []
     with building(graph):
         found = gradients(graph, graph.outputs["loss"], [v.tensor for v in trainable])
-        for variable, gradient in zip(trainable, found, strict=True):
-            if gradient is None:
-                idle.append(variable.name)
-                continue
-            with graph.scope("update", variable.tensor.where), graph.scope(variable.name):
-                optimizer.update(graph, variable, gradient)
-    if len(idle) == len(trainable):
-        raise JobError("the loss depends on no trainable variable, so there is nothing to train")
+        given = {v: g for v, g in zip(trainable, found, strict=True) if g is not None}
+        if not given:
+            raise JobError(
+                "the loss depends on no trainable variable, so there is nothing to train"
+            )
+        optimizer.update(graph, given)
+    idle = [v.name for v in trainable if v not in given]
     return tuple(f"the loss does not depend on variable {name}; it stays" for name in idle)

@@ -1,80 +1,318 @@
-"""Optimizer updates: one elementwise op a variable."""
+"""Optimizer updates: one elementwise op a variable, which works on blocks that stay in cache.
+
+Inputs are the weight, its gradient, scalars, then what the optimizer keeps; outputs are the next
+weight and the next of what it keeps. The first scalar is the learning rate. With `clipped` the
+last one is a factor for the gradient; with `ema` the last thing kept is an average of the weight,
+average' = ema average + (1 - ema) weight'.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from mpiflow.graph.op import ShardView, op
-from mpiflow.graph.rule import Rule, Shape
-from mpiflow.ops.elementwise import FloatElementwise
+import numpy as np
 
-_BLOCK = 1 << 16
+from mpiflow.graph.op import Op, ShardView, op
+from mpiflow.graph.rule import Rule, Shape
+from mpiflow.ops.base import require_float
+from mpiflow.ops.gradnorm import BLOCK, add_squares
+from mpiflow.ops.schedule import LINE, scratch
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True)
+class Update(Op):
+    """Base of updates. Subclasses say how many scalars they take and arrays they keep."""
+
+    clipped: bool = False
+    ema: float = 0.0
+
+    @property
+    def scalars(self) -> int:
+        """How many scalars come before the gradient's factor."""
+        return 1
+
+    @property
+    def kept(self) -> int:
+        """How many arrays like the weight are kept, without the average."""
+        return 0
+
+    @property
+    def passes(self) -> int:
+        """Operations on each element, for the price."""
+        return 2
+
+    @property
+    def lanes(self) -> int:
+        """Blocks of workspace."""
+        return 2
+
+    @property
+    def inplace(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
+        """The weight, and what is kept beside it, change where they stand."""
+        first = 2 + self.scalars + self.clipped
+        return ((0, 0), *((first + i, 1 + i) for i in range(self._states)))
+
+    @property
+    def _states(self) -> int:
+        return self.kept + bool(self.ema)
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        full = tuple((f"d{i}",) for i in range(len(shapes[0])))
+        scalars = ((),) * (self.scalars + self.clipped)
+        states = (full,) * self._states
+        return Rule((full, full, *scalars, *states), self._results(full))
+
+    def _results(self, full: tuple[tuple[str, ...], ...]) -> tuple[Any, ...]:
+        return (full,) * (1 + self._states)
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        require_float(self, dtypes)
+        return Op.dtypes(self, dtypes) * (1 + self._states)
+
+    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        return self.lanes * min(prod(inputs[0]), BLOCK) * np.dtype(dtype).itemsize
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        extra = self.clipped + 3 * bool(self.ema)
+        return prod(inputs[0]) * (self.passes + extra)
+
+    def kernel(self, shard: ShardView, out: Any, w: Any, g: Any, *rest: Any) -> None:
+        count = self.scalars + self.clipped
+        outs = [a.reshape(-1) for a in (out if self._states else (out,))]
+        arrays = [a.reshape(-1) for a in (w, g, *rest[count:])]
+        work = self._lanes(shard, w)
+        for part, lanes in _blocks(w.size, work):
+            new, old = [a[part] for a in outs], [a[part] for a in arrays]
+            self._block(shard.xp, new, old, rest[:count], lanes)
+
+    def _lanes(self, shard: ShardView, w: Any, offset: int = 0) -> Arrays:
+        size = min(w.size, BLOCK)
+        if not size:
+            return []
+        flat = shard.work[offset : offset + self.lanes * size * w.itemsize].view(w.dtype)
+        return [flat[i * size : (i + 1) * size] for i in range(self.lanes)]
+
+    def _block(
+        self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], lanes: Arrays
+    ) -> None:
+        if self.clipped:
+            old[1] = xp.multiply(old[1], scalars[-1], out=lanes[0])
+        self._update(xp, new, old, scalars, *lanes)
+        if self.ema:
+            average = xp.multiply(old[-1], self.ema, out=new[-1])
+            share = xp.multiply(new[0], 1.0 - self.ema, out=lanes[0])
+            xp.add(average, share, out=average)
+
+    def _update(
+        self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], a: Any, b: Any
+    ) -> None:
+        """One block; the gradient, old[1], may stand in `a`."""
+        raise NotImplementedError
+
+
+def _blocks(size: int, lanes: Arrays) -> Any:
+    for first in range(0, size, BLOCK):
+        last = min(first + BLOCK, size)
+        yield slice(first, last), [lane[: last - first] for lane in lanes]
+
+
+def _decayed(xp: Any, w: Any, g: Any, decay: float, a: Any, b: Any) -> Any:
+    """g + decay w, in `a`; g may stand there. `b` is scratch."""
+    if not decay:
+        return g
+    return xp.add(xp.multiply(w, decay, out=b), g, out=a)
 
 
 @op
-class SgdUpdate(FloatElementwise):
-    """w, g [, m] -> w' [, m'] with m' = momentum m + g + weight_decay w, w' = w - lr m'.
+class SgdUpdate(Update):
+    """d = g + weight_decay w; m' = momentum m + d; w' = w - rate m'.
 
-    With `nesterov`, w' = w - lr (g + weight_decay w + momentum m'). Without momentum there is no
-    m. The form is PyTorch's (no dampening).
+    With `nesterov`, w' = w - rate (d + momentum m'). Without momentum there is no m, and w' = w -
+    rate d. The form is PyTorch's (no dampening).
     """
 
-    lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
 
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return (tuple(range(len(dtypes))),)
+    @property
+    def kept(self) -> int:
+        return int(bool(self.momentum))
+
+    @property
+    def passes(self) -> int:
+        return 2 + 2 * bool(self.momentum) + 2 * bool(self.weight_decay) + 2 * self.nesterov
+
+    def _update(
+        self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], a: Any, b: Any
+    ) -> None:
+        w = old[0]
+        d = _decayed(xp, w, old[1], self.weight_decay, a, b)
+        if self.momentum:
+            m = xp.multiply(old[2], self.momentum, out=new[1])
+            xp.add(m, d, out=m)
+            d = xp.add(d, xp.multiply(m, self.momentum, out=b), out=a) if self.nesterov else m
+        xp.multiply(d, scalars[0], out=b)
+        xp.subtract(w, b, out=new[0])
+
+
+@op
+class LarsUpdate(Update):
+    """m' = momentum m + rate (g + weight_decay w); w' = w - m' (You, Gitman, Ginsburg 2017)."""
+
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+
+    @property
+    def kept(self) -> int:
+        return 1
+
+    @property
+    def passes(self) -> int:
+        return 4 + 2 * bool(self.weight_decay)
+
+    def _update(
+        self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], a: Any, b: Any
+    ) -> None:
+        w = old[0]
+        d = _decayed(xp, w, old[1], self.weight_decay, a, b)
+        m = xp.multiply(old[2], self.momentum, out=new[1])
+        xp.add(m, xp.multiply(d, scalars[0], out=b), out=m)
+        xp.subtract(w, m, out=new[0])
+
+
+@op
+class AdagradUpdate(Update):
+    """d = g + weight_decay w; s' = s + d^2; w' = w - rate d / (sqrt(s') + eps).
+
+    Duchi, Hazan, Singer 2011, in PyTorch's form.
+    """
+
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+
+    @property
+    def kept(self) -> int:
+        return 1
+
+    @property
+    def passes(self) -> int:
+        return 7 + 2 * bool(self.weight_decay)
+
+    def _update(
+        self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], a: Any, b: Any
+    ) -> None:
+        w = old[0]
+        d = _decayed(xp, w, old[1], self.weight_decay, a, b)
+        s = xp.add(old[2], xp.multiply(d, d, out=b), out=new[1])
+        xp.add(xp.sqrt(s, out=b), self.eps, out=b)
+        xp.divide(d, b, out=b)
+        xp.multiply(b, scalars[0], out=b)
+        xp.subtract(w, b, out=new[0])
+
+
+@dataclass(frozen=True)
+class _Moments(Update):
+    """Base of what Adam's direction is part of; scalars are the rate and both corrections."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+    @property
+    def scalars(self) -> int:
+        return 3
+
+    @property
+    def kept(self) -> int:
+        return 2
+
+    @property
+    def passes(self) -> int:
+        return 14 + 2 * bool(self.weight_decay)
+
+    def _direction(
+        self,
+        xp: Any,
+        moments: Arrays,
+        old: Arrays,
+        corrections: tuple[Any, ...],
+        a: Any,
+        b: Any,
+    ) -> Any:
+        """What times the rate is taken from the weight, in `a`; writes the next moments."""
+        w, g, m, v = old[:4]
+        first, second = corrections
+        d = g if self.decoupled else _decayed(xp, w, g, self.weight_decay, a, b)
+        m = xp.multiply(m, self.beta1, out=moments[0])
+        xp.add(m, xp.multiply(d, 1.0 - self.beta1, out=b), out=m)
+        xp.multiply(xp.multiply(d, d, out=b), 1.0 - self.beta2, out=b)
+        v = xp.add(xp.multiply(v, self.beta2, out=moments[1]), b, out=moments[1])
+        xp.sqrt(xp.multiply(v, second, out=b), out=b)
+        xp.add(b, self.eps, out=b)
+        xp.divide(xp.multiply(m, first, out=a), b, out=a)
+        return _decayed(xp, w, a, self.weight_decay, a, b) if self.decoupled else a
+
+
+@op
+class AdamUpdate(_Moments):
+    """m' = beta1 m + (1 - beta1) d; v' = beta2 v + (1 - beta2) d^2; w' = w - rate u with
+
+    u = c1 m' / (sqrt(c2 v') + eps), where c1 and c2 are the corrections (Kingma, Ba 2014) and d = g
+    + weight_decay w; `decoupled`, d = g and u has weight_decay w beside (Loshchilov, Hutter 2017).
+    """
+
+    def _update(
+        self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], a: Any, b: Any
+    ) -> None:
+        u = self._direction(xp, new[1:], old, scalars[1:3], a, b)
+        xp.subtract(old[0], xp.multiply(u, scalars[0], out=b), out=new[0])
+
+
+@op
+class AdamSquares(_Moments):
+    """The sum of squares of the direction u that AdamUpdate takes with the same inputs.
+
+    LAMB's rate depends on it, so u is computed twice: that needs no memory for it, and takes as
+    much traffic as to write and read it twice. It has no rate among its scalars.
+    """
+
+    @property
+    def scalars(self) -> int:
+        return 2
+
+    @property
+    def lanes(self) -> int:
+        return 4
 
     @property
     def inplace(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
-        """The weight and its momentum are updated where they stand."""
-        return ((0, 0), (2, 1)) if self.momentum else ((0, 0),)
+        """Nothing changes here."""
+        return ()
 
-    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
-        full = tuple((f"d{i}",) for i in range(len(shapes[0])))
-        return Rule((full,) * (3 if self.momentum else 2), (full,) * (2 if self.momentum else 1))
+    def _results(self, full: tuple[tuple[str, ...], ...]) -> tuple[Any, ...]:
+        return ((),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        return super().dtypes(dtypes) * (2 if self.momentum else 1)
+        super().dtypes(dtypes)
+        return ("float64",)
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        size = 8
-        for n in inputs[0]:
-            size *= n
-        return 2 * min(size, 8 * _BLOCK)
+        return LINE + self.lanes * min(prod(inputs[0]), BLOCK) * 8
 
-    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
-        size = 1
-        for n in inputs[0]:
-            size *= n
-        return size * (2 + 2 * bool(self.momentum) + 2 * bool(self.weight_decay))
-
-    def kernel(self, shard: ShardView, out: Any, w: Any, g: Any, m: Any = None) -> None:
-        outs = out if self.momentum else (out,)
-        arrays = [a.reshape(-1) for a in ((w, g, m) if self.momentum else (w, g))]
-        flat = [a.reshape(-1) for a in outs]
-        size = min(w.size, _BLOCK)
-        work = shard.work[: 2 * size * w.itemsize].view(w.dtype)
-        for first in range(0, w.size, _BLOCK):
-            part = slice(first, first + _BLOCK)
-            n = min(_BLOCK, w.size - first)
-            pieces = [a[part] for a in arrays]
-            self._update(shard.xp, [a[part] for a in flat], pieces, work[:n], work[size:][:n])
-
-    def _update(self, xp: Any, out: list[Any], arrays: list[Any], work: Any, scratch: Any) -> None:
-        w, d = arrays[:2]
-        if self.weight_decay:
-            xp.multiply(w, self.weight_decay, out=work)
-            d = xp.add(work, d, out=work)
-        if self.momentum:
-            m = xp.multiply(arrays[2], self.momentum, out=out[1])
-            xp.add(m, d, out=m)
-            if self.nesterov:
-                xp.multiply(m, self.momentum, out=scratch)
-                d = xp.add(d, scratch, out=work)
-            else:
-                d = m
-        xp.multiply(d, self.lr, out=scratch)
-        xp.subtract(w, scratch, out=out[0])
+    def kernel(self, shard: ShardView, out: Any, w: Any, g: Any, *rest: Any) -> None:
+        xp, part = shard.xp, scratch(shard, 0, w.dtype)
+        count = self.scalars + self.clipped
+        arrays = [a.reshape(-1) for a in (w, g, *rest[count:])]
+        out.fill(0.0)
+        for block, (a, b, *moments) in _blocks(w.size, self._lanes(shard, w, LINE)):
+            old = [x[block] for x in arrays]
+            if self.clipped:
+                old[1] = xp.multiply(old[1], rest[count - 1], out=a)
+            add_squares(xp, self._direction(xp, moments, old, rest[:2], a, b), part, out)

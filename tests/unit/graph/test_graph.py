@@ -208,8 +208,8 @@ def test_no_gradient_flows_where_it_is_stopped_or_not_needed(graph):
 
 def test_an_unused_output_counts_as_zero(graph):
     w, g, m = (graph.input(n, (3,), "float64") for n in "wgm")
-    update = ops.update.SgdUpdate(0.1, 0.9)
-    first, _ = graph.add(update, w, g, m)
+    update = ops.update.SgdUpdate(momentum=0.9)
+    first, _ = graph.add(update, w, g, ops.fill((), 0.1, "float64"), m)
     with pytest.raises(GraphError, match="SgdUpdate has no gradient"):
         gradient_of(graph, ops.reduce_sum(first), w)  # it got as far as asking the op
 

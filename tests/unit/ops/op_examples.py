@@ -1,6 +1,7 @@
 """Example inputs for every op: one line each; a registered op without one fails its test."""
 
 import numpy as np
+import optimizer_examples
 
 from mpiflow.graph.op import REGISTRY
 
@@ -35,7 +36,6 @@ f, p, n = floats, positive, whole_numbers
 BINARY = [(f(5, 4), f(5, 4)), (f(5, 4), f(4)), (f(3, 5, 2), f(5, 1)), (f(4, 1), f(1, 5)),
           (f(), f()), (f(2, 3), f()), (f(1, 4), f(4)), (f(7), f(7))]  # fmt: skip
 UNARY = [f(5, 4), f(), f(7), f(2, 1, 3)]
-W, G, M = f(5, 3), f(5, 3)[::-1].copy(), f(5, 3) / 3
 
 EXAMPLES = {
     "Add": [made("Add", *a) for a in [*BINARY, (n(5, 3), n(3))]],
@@ -99,10 +99,6 @@ EXAMPLES = {
                     ((4, 3, 2), (4, 6)), ((4, 6), (4, 3, 2)), ((5, 4), (20,)), ((2, 6), (3, 4)),
                     ((5, 1), (5,)), ((5,), (1, 5, 1)), ((), (1,)), ((6, 4), (6, 4)),
                     ((2, 3, 4, 5), (6, 20))]],
-    "SgdUpdate": [made("SgdUpdate", W, G, lr=0.1), made("SgdUpdate", W, G, lr=0.1, weight_decay=.2),
-                  made("SgdUpdate", W, G, M, lr=0.1, momentum=0.9),
-                  made("SgdUpdate", W, G, M, lr=0.1, momentum=0.9, weight_decay=0.01,
-                       nesterov=True)],
     "Fill": [made("Fill", shape=(5, 3), value=1.5), made("Fill", shape=(), value=2.0),
              made("Fill", shape=(4,), value=3, dtype="int64")],
     "Uniform": [made("Uniform", shape=(5, 7), key=(1, 2), low=-0.5, high=0.5),
@@ -115,6 +111,9 @@ EXAMPLES = {
 
 NO_GRADIENT = {
     "ArgMax", "Equal", "Fill", "KeepFirst", "Normal", "PickGrad", "ReduceMax", "ReluGrad",
-    "SgdUpdate", "Slice", "Uniform",
+    "Slice", "Uniform",
 }  # fmt: skip
 """Ops that are not differentiated: their outputs are integers, or they are gradients already."""
+
+EXAMPLES |= optimizer_examples.EXAMPLES
+NO_GRADIENT |= optimizer_examples.NO_GRADIENT

@@ -5,6 +5,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import optimizer_examples
 import pytest
 from op_examples import EXAMPLES, NO_GRADIENT
 from op_harness import call, evaluate, poisoned, sharded, whole, workspace
@@ -233,6 +234,7 @@ SPECIAL = {
     "Fill": [({"shape": (60_000, 4)}, [])],
     "Add": [({}, [(60_000, 4), (4,)])],
     "Multiply": [({}, [(60_000, 4), (60_000, 1)])],
+    **optimizer_examples.LARGE_EXAMPLES,
 }
 
 
