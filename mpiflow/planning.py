@@ -44,7 +44,7 @@ def make_plan(
     for name, dataset in job.evaluations.items():
         _check_name(job, name)
         data[name] = inspect_data(name, dataset, data_folder, drop=False)
-    plan = compile_job(
+    return compile_job(
         job,
         data,
         Target(mesh, find_machine(machine)),
@@ -52,8 +52,6 @@ def make_plan(
         cache_bytes=cache_bytes,
         observe=observe,
     )
-    _check_best(plan)
-    return plan
 
 
 def _check_name(job: Job, name: str) -> None:
@@ -62,22 +60,6 @@ def _check_name(job: Job, name: str) -> None:
         raise JobError(
             f"job {job.name}: an evaluation cannot be named {name!r}; use letters, digits, '-' and"
             " '_', but not 'train', and no '_tail' at the end"
-        )
-
-
-def _check_best(plan: Plan) -> None:
-    """JobError unless an evaluation gives the metric by which checkpoints are compared."""
-    metrics = dict.fromkeys(
-        f"{program.data}.{output.name}"
-        for data in plan.data[1:]
-        for program in plan.programs
-        if program.data == data.name
-        for output in program.outputs
-    )
-    best = plan.settings.best
-    if best and best not in metrics:
-        raise JobError(
-            f"job {plan.job}: best={best!r} is no metric; there are {', '.join(metrics)}"
         )
 
 

@@ -253,11 +253,11 @@ def test_a_missing_field_names_the_line_that_asks_for_it(call, folder):
         (("evaluate=test", 'evaluate={"a b": test}'), "cannot be named 'a b'"),
         (
             ("evaluate=test", 'evaluate=test, best=mf.Best("acuracy")'),
-            "best='evaluate.acuracy' is no metric; there are evaluate.loss",
+            "best: there is no metric 'acuracy'; the evaluations give evaluate.loss",
         ),
         (
             ("evaluate=test", 'evaluate=test, best=mf.Best("none.loss")'),
-            "best='none.loss' is no metric; there are evaluate.loss",
+            "best: there is no metric 'none.loss'; the evaluations give evaluate.loss",
         ),
     ],
 )

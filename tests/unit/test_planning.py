@@ -82,7 +82,7 @@ def test_the_best_is_by_a_metric_that_there_is(tmp_path, metric):
     def with_best(name):
         return job({"small": declared()}, mf.Best(name), fields=FIELDS, rows=20)
 
-    with pytest.raises(JobError, match=r"is no metric; there are small\.loss$"):
+    with pytest.raises(JobError, match=r"the evaluations give small\.loss$"):
         plan(with_best(metric), tmp_path)
     for name in ("loss", "small.loss"):
         assert plan(with_best(name), tmp_path).settings.best == "small.loss"
