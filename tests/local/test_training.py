@@ -16,11 +16,6 @@ from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session
 from mpiflow.plan.traffic import bytes_sent
 
-MESHES = [
-    "data=1", "data=2", "data=3", "data=4", "data=6", "model=2", "model=3", "model=4", "model=6",
-    "data=2,model=2", "data=2,model=3",
-]  # fmt: skip
-
 
 def ranks(*values):
     """Cases marked with the number of ranks that their mesh, the first value, has."""
@@ -41,9 +36,12 @@ def losses(plan, steps=10):
     return by_rank[0]
 
 
-# Batches that divide among 2 and 4 ranks, and one that divides among 2 only.
-CASES = [(mesh, batch) for mesh in MESHES for batch in (128, 130)
-         if (mesh, batch) not in {("data=2,model=2", 130), ("data=2,model=3", 128)}]  # fmt: skip
+# 128 rows divide among 2 and 4 ranks, 130 among 2 only.
+CASES = [
+    ("data=1", 130), ("data=2", 130), ("data=3", 128), ("data=4", 130), ("data=6", 128),
+    ("model=2", 128), ("model=3", 130), ("model=4", 128), ("model=6", 130),
+    ("data=2,model=2", 128), ("data=2,model=3", 130),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mesh", "batch"), ranks(*CASES))
@@ -142,7 +140,7 @@ def whole_variables(plan, by_rank):
     return found
 
 
-@pytest.mark.parametrize(("mesh", "batch"), ranks(*CASES[1::2]))
+@pytest.mark.parametrize(("mesh", "batch"), ranks(*CASES[1:]))
 def test_initial_weights_are_the_same_numbers_under_every_layout(mesh, batch):
     def work(session):
         return {n: v.copy() for n, v in session.variables.items()}
@@ -194,7 +192,7 @@ class Collector:
         self.finished += 1
 
 
-@pytest.mark.parametrize(("mesh", "batch"), ranks(*CASES[::2], ("data=2,model=3", 130)))
+@pytest.mark.parametrize(("mesh", "batch"), ranks(*CASES))
 def test_a_save_writes_every_element_exactly_once_as_it_was(mesh, batch):
     plan = classifier_plan(mesh, batch)
     writer = Collector(plan)
