@@ -42,15 +42,24 @@ from mpiflow.ops import (
     tanh,
     total,
 )
-from mpiflow.optim import SGD
+from mpiflow.ops.schedule import (
+    Constant,
+    Cosine,
+    InverseSqrt,
+    LinearDecay,
+    Polynomial,
+    StepDecay,
+)
+from mpiflow.optim import LAMB, LARS, NO_DECAY, SGD, Adagrad, Adam, AdamW, Group
 from mpiflow.version import __version__
 
 __all__ = [
-    "SGD", "B", "Best", "Dataset", "Every", "Job", "Mesh", "MpiflowError", "P", "S", "Tensor",
-    "__version__", "add", "argmax", "assign", "cast", "cross_entropy", "divide", "equal", "exp",
-    "hint", "is_training", "log", "matmul", "mean", "multiply", "nn", "permute", "pick",
-    "reduce_max", "reduce_sum", "relu", "reshape", "scale", "sqrt", "square", "stop_gradient",
-    "subtract", "tanh", "total",
+    "LAMB", "LARS", "NO_DECAY", "SGD", "Adagrad", "Adam", "AdamW", "B", "Best", "Constant",
+    "Cosine", "Dataset", "Every", "Group", "InverseSqrt", "Job", "LinearDecay", "Mesh",
+    "MpiflowError", "P", "Polynomial", "S", "StepDecay", "Tensor", "__version__", "add", "argmax",
+    "assign", "cast", "cross_entropy", "divide", "equal", "exp", "hint", "is_training", "log",
+    "matmul", "mean", "multiply", "nn", "permute", "pick", "reduce_max", "reduce_sum", "relu",
+    "reshape", "scale", "sqrt", "square", "stop_gradient", "subtract", "tanh", "total",
 ]  # fmt: skip
 
 
