@@ -1,0 +1,33 @@
+"""Arrays in the workspace of a kernel, which arrives as flat bytes."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpiflow.graph.rule import Shape
+
+_LINE = 64
+Piece = tuple[Shape, Any]
+"""The shape and dtype of an array."""
+
+
+def carve(work: Any, *pieces: Piece) -> list[Any]:
+    """Arrays side by side in `work`, each at a multiple of 64 bytes from its start."""
+    arrays, first = [], 0
+    for shape, dtype in pieces:
+        nbytes = _nbytes((shape, dtype))
+        arrays.append(work[first : first + nbytes].view(dtype).reshape(shape))
+        first += -(-nbytes // _LINE) * _LINE
+    return arrays
+
+
+def carved(*pieces: Piece) -> int:
+    """The bytes that `carve` needs."""
+    return sum(-(-_nbytes(piece) // _LINE) * _LINE for piece in pieces)
+
+
+def _nbytes(piece: Piece) -> int:
+    return prod(piece[0]) * np.dtype(piece[1]).itemsize
