@@ -17,7 +17,7 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.ops.base import require_float
 from mpiflow.ops.schedule import LINE, ScalarOp, scratch
 
-BLOCK = 1 << 14
+BLOCK = 1 << 15
 """Elements that are summed in the tensor's own dtype; the sums of blocks are summed in float64."""
 
 

@@ -8,6 +8,7 @@ average' = ema average + (1 - ema) weight'.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -82,19 +83,21 @@ class Update(Op):
 
     def kernel(self, shard: ShardView, out: Any, w: Any, g: Any, *rest: Any) -> None:
         count = self.scalars + self.clipped
-        outs = [a.reshape(-1) for a in (out if self._states else (out,))]
-        arrays = [a.reshape(-1) for a in (w, g, *rest[count:])]
-        work = self._lanes(shard, w)
-        for part, lanes in _blocks(w.size, work):
-            new, old = [a[part] for a in outs], [a[part] for a in arrays]
-            self._block(shard.xp, new, old, rest[:count], lanes)
+        scalars = rest[:count]
+        new = [a.reshape(-1) for a in (out if self._states else (out,))]
+        old = [a.reshape(-1) for a in (w, g, *rest[count:])]
+        for part, lanes in _blocks(w.size, self._lanes(shard, w)):
+            if part is None:
+                self._block(shard.xp, new, old, scalars, lanes)
+            else:
+                blocks = [a[part] for a in new], [a[part] for a in old]
+                self._block(shard.xp, *blocks, scalars, lanes)
 
     def _lanes(self, shard: ShardView, w: Any, offset: int = 0) -> Arrays:
         size = min(w.size, BLOCK)
-        if not size:
-            return []
-        flat = shard.work[offset : offset + self.lanes * size * w.itemsize].view(w.dtype)
-        return [flat[i * size : (i + 1) * size] for i in range(self.lanes)]
+        nbytes = size * w.itemsize
+        ends = range(offset + nbytes, offset + (self.lanes + 1) * nbytes, nbytes or 1)
+        return [shard.work[end - nbytes : end].view(w.dtype) for end in ends]
 
     def _block(
         self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], lanes: Arrays
@@ -114,7 +117,11 @@ class Update(Op):
         raise NotImplementedError
 
 
-def _blocks(size: int, lanes: Arrays) -> Any:
+def _blocks(size: int, lanes: Arrays) -> Iterator[tuple[slice | None, Arrays]]:
+    """What to cut from the arrays, and scratch of that length; None where they are one block."""
+    if 0 < size <= BLOCK:
+        yield None, lanes
+        return
     for first in range(0, size, BLOCK):
         last = min(first + BLOCK, size)
         yield slice(first, last), [lane[: last - first] for lane in lanes]
@@ -312,7 +319,7 @@ class AdamSquares(_Moments):
         arrays = [a.reshape(-1) for a in (w, g, *rest[count:])]
         out.fill(0.0)
         for block, (a, b, *moments) in _blocks(w.size, self._lanes(shard, w, LINE)):
-            old = [x[block] for x in arrays]
+            old = [x[block] for x in arrays] if block else list(arrays)
             if self.clipped:
                 old[1] = xp.multiply(old[1], rest[count - 1], out=a)
             add_squares(xp, self._direction(xp, moments, old, rest[:2], a, b), part, out)
