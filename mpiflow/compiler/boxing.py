@@ -93,12 +93,30 @@ def _hops(
     found = []
     for axis in range(len(layout)):
         for sbp in _candidates(axis, source, target, shape):
-            changed = (*layout[:axis], sbp, *layout[axis + 1 :])
             kind = _kind(layout[axis], sbp, target[axis], dtype)
-            if kind and is_legal(changed, shape, mesh) and not _interleaved(layout, sbp, axis):
-                price = _price(kind, axis, layout, changed, shape, dtype, mesh, machine)
-                found.append(Hop(kind, axis, layout, changed, price))
+            hop = _hop(kind, axis, layout, sbp, shape, dtype, mesh, machine) if kind else None
+            if hop is not None:
+                found.append(hop)
     return found
+
+
+@cache
+def _hop(
+    kind: str,
+    axis: int,
+    layout: Layout,
+    sbp: Sbp,
+    shape: tuple[int, ...],
+    dtype: str,
+    mesh: Mesh,
+    machine: Machine,
+) -> Hop | None:
+    """The hop that changes one axis to `sbp`; None where it is not legal."""
+    changed = (*layout[:axis], sbp, *layout[axis + 1 :])
+    if not is_legal(changed, shape, mesh) or _interleaved(layout, sbp, axis):
+        return None
+    price = _price(kind, axis, layout, changed, shape, dtype, mesh, machine)
+    return Hop(kind, axis, layout, changed, price)
 
 
 def _candidates(axis: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> list[Sbp]:
