@@ -39,8 +39,10 @@ class Elementwise(Op):
     def _refuse_mutual_stretch(
         self, shapes: tuple[Shape, ...], padded: list[Shape], out: Shape
     ) -> None:
-        stretched = sum(full != out for full in padded)
-        if len({len(shape) for shape in shapes}) > 1 and stretched > 1:
+        # A scalar has no dims that could line up with the wrong ones.
+        ranks = {len(shape) for shape in shapes if shape}
+        stretched = sum(full != out for full, shape in zip(padded, shapes, strict=True) if shape)
+        if len(ranks) > 1 and stretched > 1:
             raise GraphError(
                 f"{self.name}: shapes {' and '.join(map(str, shapes))} would both be stretched;"
                 " reshape one so that their dims line up"
@@ -253,26 +255,13 @@ class Square(FloatElementwise):
         shard.xp.multiply(x, x, out=out)
 
 
-@op
-class Tanh(FloatElementwise):
-    """The hyperbolic tangent."""
-
-    inplace = ((0, 0),)
-
-    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
-        y = outputs[0]
-        return (dys[0] * (1.0 - y * y),)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.tanh(x, out=out)
-
-
 def scale(x: Tensor, by: float) -> Tensor:
     """x times a number."""
-    return apply(Scale(_number(x, by)), x)
+    return apply(Scale(as_number(x, by)), x)
 
 
-def _number(x: Tensor, by: Any) -> float:
+def as_number(x: Tensor, by: Any) -> float:
+    """The number `by` if it can stand beside the elements of `x`."""
     whole = isinstance(by, int) and not isinstance(by, bool)
     if not whole and not isinstance(by, float):
         raise refusal(f"{x.name}: {by!r} ({type(by).__name__}) is neither a tensor nor a number")
@@ -287,7 +276,7 @@ def _number(x: Tensor, by: Any) -> float:
 
 def add(x: Tensor, y: Tensor | float) -> Tensor:
     """x + y; either may be stretched, y may be a number."""
-    return apply(Add(), x, y) if isinstance(y, Tensor) else apply(Shift(_number(x, y)), x)
+    return apply(Add(), x, y) if isinstance(y, Tensor) else apply(Shift(as_number(x, y)), x)
 
 
 def subtract(x: Tensor | float, y: Tensor | float) -> Tensor:
@@ -295,7 +284,7 @@ def subtract(x: Tensor | float, y: Tensor | float) -> Tensor:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return apply(Subtract(), x, y)
     if isinstance(x, Tensor):
-        return add(x, -_number(x, y))
+        return add(x, -as_number(x, y))
     assert isinstance(y, Tensor)
     return add(scale(y, -1), x)
 
@@ -338,11 +327,6 @@ def sqrt(x: Tensor) -> Tensor:
 def square(x: Tensor) -> Tensor:
     """x times x."""
     return apply(Square(), x)
-
-
-def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent."""
-    return apply(Tanh(), x)
 
 
 arithmetic.update(add=add, subtract=subtract, multiply=multiply, divide=divide)

@@ -94,7 +94,7 @@ class Pick(RowIndex):
     indexes = ((1, 0, -1),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        _require_index(self, dtypes[1])
+        require_index(self, dtypes[1])
         return dtypes[:1]
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
@@ -128,8 +128,11 @@ class PickGrad(RowIndex):
         return {"c": self.columns}
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        _require_index(self, dtypes[1])
+        require_index(self, dtypes[1])
         return dtypes[:1]
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return apply(Pick(), dys[0], inputs[1]), None
 
     def kernel(self, shard: ShardView, out: Any, dy: Any, index: Any) -> None:
         out.fill(0)
@@ -143,7 +146,8 @@ class PickGrad(RowIndex):
         shard.xp.put(out, flat, values)
 
 
-def _require_index(op: Op, dtype: str) -> None:
+def require_index(op: Op, dtype: str) -> None:
+    """Raise unless the dtype is that of indices."""
     if is_float(dtype) or dtype == "bool":
         raise GraphError(f"{op.name} takes integers as indices, not {dtype}; cast them")
 

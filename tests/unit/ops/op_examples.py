@@ -1,7 +1,9 @@
 """Example inputs for every op: one line each; a registered op without one fails its test."""
 
+import conv_examples
 import numpy as np
 import optimizer_examples
+import transformer_examples
 
 from mpiflow.graph.op import REGISTRY
 
@@ -52,7 +54,6 @@ EXAMPLES = {
     "Log": [made("Log", np.asarray(abs(a))) for a in UNARY],
     "Sqrt": [made("Sqrt", np.asarray(abs(a))) for a in UNARY],
     "Square": [made("Square", a) for a in UNARY],
-    "Tanh": [made("Tanh", a) for a in UNARY],
     "Equal": [made("Equal", n(5, 4, high=2), n(5, 4, high=2)[::-1].copy()),
               made("Equal", n(6, high=3), n(6, high=3, dtype="uint8")),
               made("Equal", n(4, 1, high=3), n(1, 5, high=3)), made("Equal", f(3), f(3))],
@@ -110,10 +111,11 @@ EXAMPLES = {
 }  # fmt: skip
 
 NO_GRADIENT = {
-    "ArgMax", "Equal", "Fill", "KeepFirst", "Normal", "PickGrad", "ReduceMax", "ReluGrad",
+    "ArgMax", "Equal", "Fill", "KeepFirst", "Normal", "ReduceMax", "ReluGrad",
     "Slice", "Uniform",
 }  # fmt: skip
 """Ops that are not differentiated: their outputs are integers, or they are gradients already."""
 
-EXAMPLES |= optimizer_examples.EXAMPLES
-NO_GRADIENT |= optimizer_examples.NO_GRADIENT
+for family in (conv_examples, optimizer_examples, transformer_examples):
+    EXAMPLES |= family.EXAMPLES
+    NO_GRADIENT |= family.NO_GRADIENT

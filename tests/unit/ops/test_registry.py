@@ -4,9 +4,11 @@ import tracemalloc
 from itertools import product
 from math import prod
 
+import conv_examples
 import numpy as np
 import optimizer_examples
 import pytest
+import transformer_examples
 from op_examples import EXAMPLES, NO_GRADIENT
 from op_harness import call, evaluate, poisoned, sharded, whole, workspace
 
@@ -128,7 +130,10 @@ def test_no_shard_costs_more_than_the_whole(name):
                 assert 0 <= needed <= op.workspace(ins, outs, "float64")
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - NO_GRADIENT - {"Cast"}))
+OTHERS = NO_GRADIENT | conv_examples.JOINT_GRADIENT | {"Cast"}
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - OTHERS))
 def test_gradients_agree_with_central_differences(name):
     for op, arrays in EXAMPLES[name]:
         if is_float(dtypes_of(arrays)[0]):
@@ -139,12 +144,14 @@ def check_gradients(op, arrays):
     graph = Graph("test")
     with building(graph):
         tensors = [graph.input(f"x{i}", a.shape, a.dtype.name) for i, a in enumerate(arrays)]
-        (y,) = graph.add(op, *tensors)
-        weight = graph.input("weight", y.shape, y.dtype)
-        loss = reduce_sum(multiply(y, weight))
+        outputs = graph.add(op, *tensors)
+        weights = [graph.input(f"weight{i}", y.shape, y.dtype) for i, y in enumerate(outputs)]
+        terms = [reduce_sum(multiply(*pair)) for pair in zip(outputs, weights, strict=True)]
+        loss = sum(terms[1:], terms[0])
         found = gradients(graph, loss, tensors)
     feeds = dict(zip(tensors, arrays, strict=True))
-    feeds[weight] = np.asarray(np.random.default_rng(3).standard_normal(y.shape))
+    draw = np.random.default_rng(3)
+    feeds |= {weight: np.asarray(draw.standard_normal(weight.shape)) for weight in weights}
     for tensor, gradient in zip(tensors, found, strict=True):
         if gradient is None:
             assert not is_float(tensor.dtype) or op.name == "StopGradient"
@@ -235,6 +242,8 @@ SPECIAL = {
     "Add": [({}, [(60_000, 4), (4,)])],
     "Multiply": [({}, [(60_000, 4), (60_000, 1)])],
     **optimizer_examples.LARGE_EXAMPLES,
+    **conv_examples.LARGE_EXAMPLES,
+    **transformer_examples.LARGE_EXAMPLES,
 }
 
 
