@@ -102,7 +102,7 @@ class BatchSums(Batched):
         xp, shift = shard.xp, None
         for part in _blocks(x.shape):
             block = x[part]
-            d, mean, term, _ = carve(shard.work, *_pieces(block.shape, x.dtype))
+            mean, term, d = carve(shard.work, *_pieces(block.shape, x.dtype))
             if not part[0].start and not part[2].start:
                 _sum_channels(xp, block, mean)
                 xp.multiply(mean, 1.0 / (block.shape[0] * block.shape[2]), out=mean)
@@ -184,7 +184,7 @@ class BatchNormSlopes(Batched):
             mean, total = exact.astype(x.dtype), out[group]
             for part in _blocks(x3[rows].shape):
                 block, slope = x3[rows][part], dy3[rows][part]
-                d, _, term, _ = carve(shard.work, *_pieces(block.shape, x.dtype))
+                _, term, d = carve(shard.work, *_pieces(block.shape, x.dtype))
                 xp.subtract(block, mean[part[1], None], out=d)
                 xp.multiply(d, slope, out=d)
                 _sum_channels(xp, slope, term)
@@ -313,8 +313,8 @@ def _blocks(seen: Shape) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _pieces(block: Shape, dtype: Any) -> list[Piece]:
-    """One block, and three numbers a channel."""
-    return [(block, dtype), *[((block[1],), dtype)] * 3]
+    """Two numbers a channel, at the same place for all blocks of a channel, and one block."""
+    return [*[((block[1],), dtype)] * 2, (block, dtype)]
 
 
 def _sum_channels(xp: Any, block: Any, out: Any) -> None:
