@@ -100,4 +100,9 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     return apply(Linear(), x, w)
 
 
+def linear_transposed(x: Tensor, w: Tensor) -> Tensor:
+    """Rows x (..., k) times w (n, k) transposed: (..., n)."""
+    return apply(Linear(transpose=True), x, w)
+
+
 arithmetic.update(matmul=matmul)
