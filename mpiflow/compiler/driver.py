@@ -113,6 +113,7 @@ class _Compiler:
         self.mesh, self.machine = target.mesh, target.machine
         self.folder, self.cache_bytes, self.observe = folder, cache_bytes, observe
         self.notes: list[str] = []
+        self.model = ""
 
     def plan(self) -> Plan:
         check_stages(self.mesh)
@@ -138,6 +139,7 @@ class _Compiler:
 
     def _train_graph(self, data: DataSet) -> Graph:
         graph = self._traced("train", data, data.batch, training=True)
+        self.model = hashlib.sha256(str(graph).encode()).hexdigest()
         self.notes += differentiate(graph, self.job.optimizer)
         self.observe("differentiate", "train", graph)
         check_precision(graph)
@@ -233,7 +235,7 @@ class _Compiler:
             machine=self.machine.name,
             numerics=NUMERICS,
             seed=self.job.seed,
-            identity=identity(self.job, graph, train),
+            identity=identity(self.job, self.model, graph, train),
             variables=variables,
             arenas=(("host", nbytes),),
             process_bytes=self._process_bytes(programs, nbytes),
@@ -329,15 +331,18 @@ def _with_traffic(plan: Plan, program: Program) -> Program:
     return replace(program, tasks=tasks)
 
 
-def identity(job: Job, graph: Graph, train: DataSet) -> tuple[tuple[str, str], ...]:
-    """What is computed, by section; nothing of ranks, mesh, machine, device or file names."""
+def identity(job: Job, model: str, graph: Graph, train: DataSet) -> tuple[tuple[str, str], ...]:
+    """What is computed, by section; nothing of ranks, mesh, machine, device or file names.
+
+    `model` is the hash of the graph as traced, without the optimizer's nodes.
+    """
     fields = ", ".join(f"{f.name} {f.dtype}{list(f.shape)}" for f in train.fields)
     variables = "; ".join(str(v.tensor) for v in graph.variables.values())
     return (
         ("batch", str(train.batch)),
         ("data", f"{train.rows} rows, fingerprint {train.fingerprint or 'none (declared)'}"),
         ("fields", fields),
-        ("model", hashlib.sha256(str(graph).encode()).hexdigest()),
+        ("model", model),
         ("numerics", NUMERICS),
         ("optimizer", repr(job.optimizer)),
         ("order", f"shuffle={train.shuffle} seed={train.seed} lanes={train.lanes}"
