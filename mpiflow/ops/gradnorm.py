@@ -17,14 +17,16 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.ops.base import require_float
 from mpiflow.ops.schedule import LINE, ScalarOp, scratch
 
-BLOCK = 1 << 15
-"""Elements that are summed in the tensor's own dtype; the sums of blocks are summed in float64."""
+_PIECE = 1 << 13
+"""Elements whose squares are summed in their own dtype; the sums of pieces are in float64."""
 
 
 def add_squares(xp: Any, x: Any, part: Any, out: Any) -> None:
     """Add the sum of the squares of a flat array to `out`; `part` has no dims, and its dtype."""
-    xp.dot(x, x, out=part)
-    xp.add(out, part, out=out)
+    for first in range(0, x.size, _PIECE):
+        piece = x[first : first + _PIECE]
+        xp.dot(piece, piece, out=part)
+        xp.add(out, part, out=out)
 
 
 @op
@@ -45,10 +47,8 @@ class SumOfSquares(Op):
         return 2 * prod(inputs[0])
 
     def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        flat, part = x.reshape(-1), scratch(shard, 0, x.dtype)
         out.fill(0.0)
-        for first in range(0, flat.size, BLOCK):
-            add_squares(shard.xp, flat[first : first + BLOCK], part, out)
+        add_squares(shard.xp, x.reshape(-1), scratch(shard, 0, x.dtype), out)
 
 
 @op

@@ -18,10 +18,12 @@ import numpy as np
 from mpiflow.graph.op import Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape
 from mpiflow.ops.base import require_float
-from mpiflow.ops.gradnorm import BLOCK, add_squares
+from mpiflow.ops.gradnorm import add_squares
 from mpiflow.ops.schedule import LINE, scratch
 
 Arrays = list[Any]
+_BLOCK = 1 << 15
+"""Elements: what an update works on stays in cache, and cutting it costs little."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Update(Op):
         return Op.dtypes(self, dtypes) * (1 + self._states)
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return self.lanes * min(prod(inputs[0]), BLOCK) * np.dtype(dtype).itemsize
+        return self.lanes * min(prod(inputs[0]), _BLOCK) * np.dtype(dtype).itemsize
 
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         extra = self.clipped + 3 * bool(self.ema)
@@ -94,7 +96,7 @@ class Update(Op):
                 self._block(shard.xp, *blocks, scalars, lanes)
 
     def _lanes(self, shard: ShardView, w: Any, offset: int = 0) -> Arrays:
-        size = min(w.size, BLOCK)
+        size = min(w.size, _BLOCK)
         nbytes = size * w.itemsize
         ends = range(offset + nbytes, offset + (self.lanes + 1) * nbytes, nbytes or 1)
         return [shard.work[end - nbytes : end].view(w.dtype) for end in ends]
@@ -119,11 +121,11 @@ class Update(Op):
 
 def _blocks(size: int, lanes: Arrays) -> Iterator[tuple[slice | None, Arrays]]:
     """What to cut from the arrays, and scratch of that length; None where they are one block."""
-    if 0 < size <= BLOCK:
+    if 0 < size <= _BLOCK:
         yield None, lanes
         return
-    for first in range(0, size, BLOCK):
-        last = min(first + BLOCK, size)
+    for first in range(0, size, _BLOCK):
+        last = min(first + _BLOCK, size)
         yield slice(first, last), [lane[: last - first] for lane in lanes]
 
 
@@ -311,7 +313,7 @@ class AdamSquares(_Moments):
         return ("float64",)
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return LINE + self.lanes * min(prod(inputs[0]), BLOCK) * 8
+        return LINE + self.lanes * min(prod(inputs[0]), _BLOCK) * 8
 
     def kernel(self, shard: ShardView, out: Any, w: Any, g: Any, *rest: Any) -> None:
         xp, part = shard.xp, scratch(shard, 0, w.dtype)
