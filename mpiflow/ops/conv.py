@@ -19,6 +19,7 @@ from mpiflow.ops.im2col import (
     Geometry,
     convolve,
     input_gradient,
+    input_workspace,
     weight_gradient,
     weight_workspace,
 )
@@ -103,7 +104,8 @@ class Conv(Convolution):
         return count_windows(self.name, x[2:], w[2:], self.stride, self.padding, self.dilation)
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return _tile_bytes(self.geometry(*inputs, *outputs), dtype)
+        at = self.geometry(*inputs, *outputs)
+        return 0 if at.pointwise else at.workspace(dtype)
 
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         return _flops(inputs[1], outputs[0])
@@ -141,7 +143,7 @@ class ConvInputGrad(Convolution):
         return shapes[0][2:]
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return _tile_bytes(self.geometry(outputs[0], inputs[1], inputs[0]), dtype)
+        return input_workspace(self.geometry(outputs[0], inputs[1], inputs[0]), dtype)
 
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         return _flops(inputs[1], inputs[0])
@@ -195,10 +197,6 @@ class ConvWeightGrad(Convolution):
             return
         at = self.geometry(x.shape, out.shape, dy.shape)
         weight_gradient(shard.xp, shard.work, out, x, dy, at)
-
-
-def _tile_bytes(at: Geometry, dtype: str) -> int:
-    return 0 if at.pointwise else at.workspace(dtype)
 
 
 def _flops(w: Shape, y: Shape) -> int:

@@ -13,7 +13,7 @@ The images come last, so that NumPy copies long runs also where an image is 7 x 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -23,6 +23,8 @@ from mpiflow.ops.work import Piece, carve, carved
 
 _LIMIT = 4 << 20
 """Bytes of workspace that a tile may fill, if it is not one row of windows."""
+_TURN = 1 << 20
+"""Elements of the largest weight that is copied, turned round, for the gradient of x."""
 _SUM = 1 << 20
 """Elements of a weight gradient that are summed at a time."""
 
@@ -75,10 +77,39 @@ class Geometry:
         product = (0,) if images == 1 else (self.groups, self.outputs, *places)
         return [(field, dtype), (cols, dtype), (product, dtype)]
 
+    def least(self, dtype: Any) -> int:
+        """The workspace for one row of windows of one image."""
+        return carved(*self.pieces(1, 1, dtype))
+
     def workspace(self, dtype: Any) -> int:
         """Enough for the whole, but not more than the limit or one row of windows."""
         most = carved(*self.pieces(max(self.images, 1), self.windows[0], dtype))
-        return max(carved(*self.pieces(1, 1, dtype)), min(most, _LIMIT))
+        return max(self.least(dtype), min(most, _LIMIT))
+
+    @property
+    def turned(self) -> Geometry | None:
+        """The convolution of dy with turned weights that gives dx, where it is worth its while.
+
+        It gathers where the other way adds, but copies the weights, and needs a stride of 1.
+        """
+        reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
+        pads = [
+            (n - before, n - behind)
+            for n, (before, behind) in zip(reach, self.padding, strict=True)
+        ]
+        if self.sampled or prod(self.stride) > 1 or min(map(min, pads)) < 0:
+            return None
+        if prod(self.weights) > _TURN:
+            return None
+        return replace(
+            self, channels=self.outputs, outputs=self.channels, size=self.windows,
+            windows=self.size, padding=tuple(pads),
+        )  # fmt: skip
+
+    @property
+    def weights(self) -> Shape:
+        """The shape of the weights by group: (g, o, c, *kernel)."""
+        return self.groups, self.outputs, self.channels, *self.kernel
 
     def tiles(self, available: int, dtype: Any) -> Iterator[Tile]:
         """Tiles of about equal size, the largest that fit."""
@@ -181,7 +212,30 @@ def convolve(xp: Any, work: Any, out: Any, x: Any, w: Any, at: Geometry) -> None
 
 
 def input_gradient(xp: Any, work: Any, dx: Any, dy: Any, w: Any, at: Geometry) -> None:
-    """The gradient of `convolve` for x: columns are added where they came from."""
+    """The gradient of `convolve` for x."""
+    turned = at.turned
+    piece = (turned.weights if turned else (0,), dx.dtype)
+    if turned and len(work) >= carved(piece) + turned.least(dx.dtype):
+        (weights,) = carve(work, piece)
+        back = (slice(None, None, -1),) * len(at.kernel)
+        xp.copyto(weights, w.reshape(at.weights).swapaxes(1, 2)[(..., *back)])
+        convolve(xp, work[carved(piece) :], dx, dy, weights, turned)
+    else:
+        _add_columns(xp, work, dx, dy, w, at)
+
+
+def input_workspace(at: Geometry, dtype: Any) -> int:
+    """What `input_gradient` uses best."""
+    if at.pointwise:
+        return 0
+    turned = at.turned
+    if turned is None:
+        return at.workspace(dtype)
+    return carved((turned.weights, dtype)) + turned.workspace(dtype)
+
+
+def _add_columns(xp: Any, work: Any, dx: Any, dy: Any, w: Any, at: Geometry) -> None:
+    """The gradient for x by columns that are added to where they came from."""
     filters = at.filters(w).swapaxes(1, 2)
     if at.pointwise:
         shape = (at.images, at.groups, -1, prod(at.size))

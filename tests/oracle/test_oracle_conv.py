@@ -30,8 +30,11 @@ def draw_conv(seed):
     return x, w, dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
 
 
+@pytest.mark.parametrize("turn", [1 << 20, 0])
 @pytest.mark.parametrize("seed", range(24))
-def test_conv_and_its_gradients(seed):
+def test_conv_and_its_gradients(seed, turn, monkeypatch):
+    # With 0, no weights are turned for the gradient of x: columns are added.
+    monkeypatch.setattr("mpiflow.ops.im2col._TURN", turn)
     x, w, settings = draw_conv(seed)
     theirs = getattr(functional, f"conv{x.ndim - 2}d")
     check(lambda x, w: ops.conv(x, w, **settings), lambda x, w: theirs(x, w, **settings), (x, w))
