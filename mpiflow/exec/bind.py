@@ -104,7 +104,7 @@ class Binder:
         shard = Shard(np, work, starts, not self.rank.coordinates[axis])
         outs = tuple(views[name] for name in task.outputs)
         inputs = (views[name] for name in task.inputs)
-        return partial(op.kernel, shard, outs[0] if len(outs) == 1 else outs, *inputs)
+        return op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)
 
     def _start(self, name: str) -> tuple[int, ...]:
         return tuple(start for start, _ in self.rank.box(self.registers[name]))

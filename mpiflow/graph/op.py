@@ -13,7 +13,8 @@ never synchronises.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast, dataclass_transform
 
 from mpiflow.errors import GraphError, PlanError
@@ -65,8 +66,8 @@ class Op:
         return frozenset(self.whole.split())
 
     def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The linear groups for inputs of these dtypes."""
-        return self.linear
+        """The linear groups for inputs of these dtypes; there are no sums of bool."""
+        return tuple(group for group in self.linear if all(dtypes[i] != "bool" for i in group))
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         """The dtypes of the outputs; inputs must agree by default."""
@@ -113,6 +114,10 @@ class Op:
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         """Compute on arrays; see the contract above."""
         raise NotImplementedError(self.name)
+
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        """The call that every step makes; ops whose kernel is one array function give just that."""
+        return partial(self.kernel, shard, out, *arrays)
 
     @property
     def name(self) -> str:

@@ -7,7 +7,9 @@ NumPy. One thing is refused that NumPy allows: operands of different rank that b
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +23,21 @@ from mpiflow.ops.reduction import reduce_to
 
 class Elementwise(Op):
     """Base of ops whose output dims are those of their broadcast inputs."""
+
+    calls: ClassVar[str] = ""
+    """The array function that is the whole kernel, where there is one."""
+
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        if not self.calls:
+            return super().bind(shard, out, *arrays)
+        return partial(getattr(shard.xp, self.calls), *arrays, *self.numbers(), out=out)
+
+    def numbers(self) -> tuple[Any, ...]:
+        """What `calls` takes after the arrays."""
+        return ()
+
+    def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
+        self.bind(shard, out, *arrays)()
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         rank = max(len(shape) for shape in shapes)
@@ -73,20 +90,19 @@ class Arithmetic(Elementwise):
 class Add(Arithmetic):
     """x + y."""
 
+    calls = "add"
     linear = ((0, 1),)
     inplace = ((0, 0), (1, 0))
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return tuple(reduce_to(dys[0], x.shape) for x in inputs)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        shard.xp.add(x, y, out=out)
-
 
 @op
 class Subtract(Arithmetic):
     """x - y."""
 
+    calls = "subtract"
     linear = ((0, 1),)
     inplace = ((0, 0), (1, 0))
 
@@ -94,14 +110,12 @@ class Subtract(Arithmetic):
         x, y = inputs
         return reduce_to(dys[0], x.shape), scale(reduce_to(dys[0], y.shape), -1.0)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        shard.xp.subtract(x, y, out=out)
-
 
 @op
 class Multiply(Arithmetic):
     """x * y."""
 
+    calls = "multiply"
     linear = ((0,), (1,))
     inplace = ((0, 0), (1, 0))
 
@@ -109,14 +123,12 @@ class Multiply(Arithmetic):
         x, y = inputs
         return reduce_to(dys[0] * y, x.shape), reduce_to(dys[0] * x, y.shape)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        shard.xp.multiply(x, y, out=out)
-
 
 @op
 class Divide(FloatElementwise):
     """x / y."""
 
+    calls = "divide"
     linear = ((0,),)
     inplace = ((0, 0), (1, 0))
 
@@ -125,23 +137,21 @@ class Divide(FloatElementwise):
         dx = dys[0] / y
         return reduce_to(dx, x.shape), scale(reduce_to(dx * outputs[0], y.shape), -1.0)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        shard.xp.divide(x, y, out=out)
-
 
 @op
 class Scale(Elementwise):
     """x times a number."""
 
     by: float
+    calls = "multiply"
     linear = ((0,),)
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (scale(dys[0], self.by),)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.multiply(x, self.by, out=out)
+    def numbers(self) -> tuple[Any, ...]:
+        return (self.by,)
 
 
 @op
@@ -149,39 +159,39 @@ class Shift(Elementwise):
     """x plus a number."""
 
     by: float
+    calls = "add"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (dys[0],)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.add(x, self.by, out=out)
+    def numbers(self) -> tuple[Any, ...]:
+        return (self.by,)
 
 
 @op
 class Reciprocal(FloatElementwise):
     """1 / x."""
 
+    calls = "reciprocal"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (scale(dys[0] * outputs[0] * outputs[0], -1.0),)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.reciprocal(x, out=out)
 
 
 @op
 class Relu(FloatElementwise):
     """max(x, 0)."""
 
+    calls = "maximum"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (apply(ReluGrad(), dys[0], outputs[0]),)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.maximum(x, 0, out=out)
+    def numbers(self) -> tuple[Any, ...]:
+        return (0,)
 
 
 @op
@@ -207,39 +217,33 @@ class ReluGrad(FloatElementwise):
 class Exp(FloatElementwise):
     """e to the x."""
 
+    calls = "exp"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (dys[0] * outputs[0],)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.exp(x, out=out)
 
 
 @op
 class Log(FloatElementwise):
     """The natural logarithm."""
 
+    calls = "log"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (dys[0] / inputs[0],)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.log(x, out=out)
 
 
 @op
 class Sqrt(FloatElementwise):
     """The square root."""
 
+    calls = "sqrt"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (scale(dys[0] / outputs[0], 0.5),)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.sqrt(x, out=out)
 
 
 @op

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpiflow.graph.op import Op, ShardView, op
@@ -18,6 +20,9 @@ class Product(Op):
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         require_float(self, dtypes)
         return super().dtypes(dtypes)
+
+    def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
+        self.bind(shard, out, *arrays)()
 
 
 @op
@@ -44,10 +49,10 @@ class MatMul(Product):
             db = apply(MatMul(not self.transpose_a, False), a, dy)
         return da, db
 
-    def kernel(self, shard: ShardView, out: Any, a: Any, b: Any) -> None:
+    def bind(self, shard: ShardView, out: Any, a: Any, b: Any) -> Callable[[], Any]:
         a = a.swapaxes(-1, -2) if self.transpose_a else a
         b = b.swapaxes(-1, -2) if self.transpose_b else b
-        shard.xp.matmul(a, b, out=out)
+        return partial(shard.xp.matmul, a, b, out=out)
 
 
 @op
@@ -66,11 +71,11 @@ class Linear(Product):
         dw = apply(RowProduct(), dy, x) if self.transpose else apply(RowProduct(), x, dy)
         return dx, dw
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, w: Any) -> None:
+    def bind(self, shard: ShardView, out: Any, x: Any, w: Any) -> Callable[[], Any]:
         w = w.T if self.transpose else w
         if x.ndim != 2 and x.size and out.size:  # rows as one matrix: one product, not many
             x, out = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
-        shard.xp.matmul(x, w, out=out)
+        return partial(shard.xp.matmul, x, w, out=out)
 
 
 @op
@@ -83,11 +88,11 @@ class RowProduct(Product):
         (x, y), (dz,) = inputs, dys
         return apply(Linear(True), y, dz), apply(Linear(), x, dz)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
+    def bind(self, shard: ShardView, out: Any, x: Any, y: Any) -> Callable[[], Any]:
         if not x.size or not y.size:
-            out.fill(0)
-            return
-        shard.xp.matmul(x.reshape(-1, x.shape[-1]).T, y.reshape(-1, y.shape[-1]), out=out)
+            return partial(out.fill, 0)
+        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        return partial(shard.xp.matmul, x.T, y, out=out)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
