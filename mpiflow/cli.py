@@ -1,7 +1,4 @@
-"""The command line: mpiflow plan | check | simulate | diff | run | data | checkpoint | doctor.
-
-A command imports what it needs when it runs: planning must work where mpi4py and h5py are absent.
-"""
+"""The command line: mpiflow plan | check | simulate | diff | run | data | checkpoint | doctor."""
 
 from __future__ import annotations
 
@@ -11,19 +8,13 @@ import io
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from mpiflow import commands
 from mpiflow.errors import MpiflowError, UsageError
 from mpiflow.version import __version__
-
-if TYPE_CHECKING:
-    from mpiflow.plan.records import Plan
-
-Arguments = argparse.Namespace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,21 +87,21 @@ def parser() -> argparse.ArgumentParser:
         description="Train neural networks as MPI jobs from a plan compiled before the run.",
     )
     top.add_argument("--version", action="version", version=f"mpiflow {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    below = top.add_subparsers(metavar="COMMAND", required=True)
     for function, arguments in _COMMANDS:
-        _add(commands, function, arguments)
+        _add(below, function, arguments)
     for name, text, members in _GROUPS:
-        group = commands.add_parser(name, help=text, description=text)
-        below = group.add_subparsers(metavar="COMMAND", required=True)
+        group = below.add_parser(name, help=text, description=text)
+        members_below = group.add_subparsers(metavar="COMMAND", required=True)
         for function, arguments in members:
-            _add(below, function, arguments)
+            _add(members_below, function, arguments)
     return top
 
 
-def _add(commands: Any, function: Callable[..., Any], arguments: tuple[_Argument, ...]) -> None:
+def _add(below: Any, function: Callable[..., Any], arguments: tuple[_Argument, ...]) -> None:
     name = function.__name__.rpartition("_")[2]
     text = inspect.cleandoc(function.__doc__ or "")
-    command = commands.add_parser(
+    command = below.add_parser(
         name,
         help=text.splitlines()[0],
         description=text,
@@ -128,289 +119,6 @@ def _argument(*names: str, **options: Any) -> _Argument:
     return names, options
 
 
-# -- plans ----------------------------------------------------------------------------------------
-
-
-def plan(options: Arguments) -> None:
-    """Compile a job to a plan, and show it.
-
-    Needs no MPI and no GPU, and no data files where the job declares its fields and rows.
-    """
-    from mpiflow.plan import store, text
-
-    if options.output and Path(options.output).is_dir():
-        raise UsageError(f"-o {options.output}: a folder; name the plan's file in it")
-    began = time.perf_counter()
-    if options.after:
-        _plan_after(options)
-        return
-    made = _compile(options)
-    seconds = time.perf_counter() - began
-    if options.output:
-        store.save(made, options.output)
-    if options.json:
-        options.answer = {**text.summary(made), "compile_seconds": round(seconds, 3)}
-        return
-    print(text.show(made))
-    print(f"\ncompiled in {seconds:.2f} s")
-    if options.output:
-        size = text.size_text(Path(options.output).stat().st_size)
-        print(f"wrote {options.output} ({size}); start it with"
-              f" mpiexec -n {made.mesh.size} mpiflow run {options.output}")  # fmt: skip
-
-
-def _plan_after(options: Arguments) -> None:
-    """Print what a step of the compiler made, for every program that it handled."""
-    from mpiflow.compiler.driver import STEPS
-    from mpiflow.compiler.show import show_result
-
-    if options.json:
-        raise UsageError("--after prints a compiler step as text; leave out --json")
-    if options.after not in STEPS:
-        raise UsageError(f"--after {options.after}: the steps are {', '.join(STEPS)}")
-
-    def observe(step: str, program: str, result: Any) -> None:
-        if step == options.after:
-            print(f"-- after {step}: program {program}\n{show_result(result)}\n")
-
-    _compile(options, observe)
-
-
-def _compile(
-    options: Arguments,
-    observe: Callable[[str, str, Any], None] = lambda step, program, result: None,
-) -> Plan:
-    from mpiflow.jobfile import load_job
-    from mpiflow.planning import choose_mesh, make_plan
-
-    mesh = choose_mesh(options.ranks, options.mesh)
-    job, folder = load_job(options.job, options.set)
-    return make_plan(job, folder, mesh, Path(options.data), observe=observe)
-
-
-def check(options: Arguments) -> None:
-    """Prove a plan, and compare it with the data files that are there now."""
-    from mpiflow.io.dataset import check_files
-    from mpiflow.plan import text
-
-    made = _load(options.plan)
-    for data in made.data:
-        check_files(data, Path(options.data))
-    if options.json:
-        options.answer = {"ok": True, **text.summary(made)}
-        return
-    tasks = sum(len(p.tasks) for p in made.programs)
-    print(f"{options.plan}: {made.job} for {made.mesh.size} ranks on mesh {made.mesh}")
-    print(f"proven: {tasks} tasks in {len(made.programs)} programs match, finish in every timing,"
-          " read what was written and share no live memory")  # fmt: skip
-    rows = ", ".join(f"{data.name} {data.rows:,} rows" for data in made.data)
-    print(f"data as planned: {rows}")
-
-
-def simulate(options: Arguments) -> None:
-    """Show when each task of a plan would run, by its own rules and prices.
-
-    Takes a plan, or a job file and the options of `mpiflow plan`.
-    """
-    from mpiflow.plan import text
-    from mpiflow.plan.simulator import simulate as run_simulation
-
-    began = time.perf_counter()
-    made = _plan_or_job(options)
-    compiled = time.perf_counter() - began
-    if made.program(options.program) is None:
-        known = ", ".join(program.name for program in made.programs)
-        raise UsageError(f"--program {options.program}: the plan has {known}")
-    if options.steps < 1:
-        raise UsageError(f"--steps must be at least 1, not {options.steps}")
-    result = run_simulation(made, options.program, options.steps)
-    if options.json:
-        options.answer = {
-            **text.summary(made),
-            "compile_seconds": round(compiled, 3),
-            "program": options.program,
-            "step_seconds": result.step_seconds,
-            "first_step_seconds": result.first_step_seconds,
-            "busy": dict(result.busy),
-            "exposed": dict(result.exposed),
-        }
-        return
-    print(text.timeline(result))
-
-
-def diff(options: Arguments) -> int:
-    """Say how two plans differ; exit code 1 if they do."""
-    from mpiflow.plan.diff import diff as compare
-
-    lines = compare(_load(options.a), _load(options.b))
-    if options.json:
-        options.answer = {"equal": not lines, "differences": lines}
-    else:
-        print("\n".join(lines) if lines else "the plans are equal")
-    return 1 if lines else 0
-
-
-def _load(path: str) -> Plan:
-    from mpiflow.plan import store
-    from mpiflow.plan.verify import verify
-
-    if not Path(path).is_file():
-        raise UsageError(f"{path}: no such file (in {Path.cwd()})")
-    if path.partition(":")[0].endswith(".py"):
-        raise UsageError(f"{path}: a job file; make a plan of it with `mpiflow plan`")
-    made = store.load(path, version=__version__)
-    verify(made)
-    return made
-
-
-def _plan_or_job(options: Arguments) -> Plan:
-    if not options.job.endswith(".plan"):
-        return _compile(options)
-    _refuse_beside_plan(options, "mesh", "set", "ranks")
-    return _load(options.job)
-
-
-def _refuse_beside_plan(options: Arguments, *names: str) -> None:
-    for name in names:
-        if getattr(options, name, None):
-            raise UsageError(
-                f"--{name} changes a plan, and {options.job} is one already; give it to"
-                " `mpiflow plan`, or run the .py file"
-            )
-
-
-# -- runs -----------------------------------------------------------------------------------------
-
-
-def run(options: Arguments) -> int:
-    """Train. Start it under mpiexec or srun, with as many ranks as the plan names.
-
-    Takes a plan, or a job file, which rank 0 compiles for the ranks that were started. Goes on
-    from the newest complete checkpoint in the run's folder, unless --fresh.
-    """
-    if options.job.endswith(".plan"):
-        _refuse_beside_plan(options, "mesh", "set")
-    if options.steps is not None and options.steps < 1:
-        raise UsageError(f"--steps must be at least 1, not {options.steps}")
-    from mpiflow.exec.failure import guard
-    from mpiflow.exec.launch import connect
-
-    transport = connect()
-    with guard(transport) as failure:
-        from mpiflow.plan import store
-        from mpiflow.train import Options
-        from mpiflow.train import run as train
-
-        transport.check_same("mpiflow version", __version__)
-        text = transport.on_root(lambda: _plan_text(options, transport.size))
-        made = store.loads(text.encode(), version=__version__)
-        out = Path(options.out) if options.out else Path("run") / made.job
-        code = train(
-            made,
-            transport,
-            failure,
-            Options(out, Path(options.data), options.fresh, options.steps, options.accept_changes),
-        )
-    return code
-
-
-def _plan_text(options: Arguments, ranks: int) -> str:
-    """The plan as its file holds it, loaded or compiled. Rank 0 only."""
-    from mpiflow.graph.mesh import parse_mesh
-    from mpiflow.plan import store
-
-    if options.job.endswith(".plan"):
-        made = _load(options.job)
-    else:
-        options.ranks = ranks
-        if options.mesh and (size := parse_mesh(options.mesh).size) != ranks:
-            raise UsageError(f"--mesh {options.mesh} is for {size} ranks, {ranks} were started")
-        made = _compile(options)
-    return store.dumps(made).decode()
-
-
-# -- data, checkpoints, machine -------------------------------------------------------------------
-
-
-def data_pack(options: Arguments) -> None:
-    """Pack arrays into sharded HDF5.
-
-    SOURCE is FILE.npz, or MODULE.py:FUNCTION, a function that returns arrays by field name, or
-    yields such mappings piece by piece. OUT names the files; its * becomes 000, 001, ...
-    """
-    from mpiflow.io.info import info, info_text
-    from mpiflow.io.pack import pack
-
-    shards: int | list[int] | None = None
-    if options.shards:
-        counts = [int(part) for part in _numbers("--shards", options.shards)]
-        shards = counts[0] if len(counts) == 1 else counts
-    pack(
-        options.source,
-        options.out,
-        shards=shards,
-        shard_rows=options.shard_rows,
-        chunk_rows=options.chunk_rows,
-        compression=options.compression,
-        overwrite=options.overwrite,
-        progress=_pack_progress() if sys.stderr.isatty() else None,
-    )
-    print(info_text(info(options.out, Path("."))))
-
-
-def _numbers(option: str, text: str) -> list[str]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise UsageError(f"{option} {text}: write a number of files, or the rows of each: 400,377")
-    return parts
-
-
-def _pack_progress() -> Callable[[int, int | None], None]:
-    def show(done: int, total: int | None) -> None:
-        of = f" of {total:,}" if total else ""
-        sys.stderr.write(f"\r{done:,}{of} rows" + ("\n" if done == total else ""))
-        sys.stderr.flush()
-
-    return show
-
-
-def data_info(options: Arguments) -> int:
-    """Show what data files hold, and what is wrong with them; exit code 1 if anything is."""
-    from dataclasses import asdict
-
-    from mpiflow.io.info import info, info_text
-
-    found = info(options.pattern, Path(options.data))
-    if options.json:
-        options.answer = asdict(found)
-    else:
-        print(info_text(found))
-    return 1 if found.problems else 0
-
-
-def checkpoint_info(options: Arguments) -> None:
-    """Show the checkpoints of a run, or one checkpoint: complete or not, and what is in it."""
-    from mpiflow.io.checkpoint.info import describe, info
-
-    if options.json:
-        options.answer = info(Path(options.path), deep=options.deep)
-    else:
-        print(describe(Path(options.path), deep=options.deep))
-
-
-def doctor(options: Arguments) -> int:
-    """Look at this machine: what mpiflow needs, what is missing, what to do about it."""
-    from mpiflow.doctor import examine
-
-    findings = examine()
-    if options.json:
-        options.answer = {"findings": [finding.plain() for finding in findings]}
-    else:
-        for finding in findings:
-            print(finding)
-    return 0 if all(finding.ok for finding in findings) else 1
-
-
 _JSON = _argument("--json", action="store_true", help="one JSON object, and nothing else")
 _DATA = _argument(
     "--data", default=".", metavar="FOLDER", help="where file patterns begin (default: here)"
@@ -424,27 +132,29 @@ _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FI
 _AFTER = _argument("--after", metavar="STEP", help="show what a step of the compiler made")
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
-    (plan, (_argument("job", metavar="FILE.py[:function]"), _RANKS, _MESH, _SET, _DATA, _OUTPUT,
-            _AFTER, _JSON)),
-    (check, (_argument("plan", metavar="FILE.plan"), _DATA, _JSON)),
-    (simulate, (_argument("job", metavar="FILE.plan|FILE.py"), _RANKS, _MESH, _SET, _DATA,
-                _argument("--program", default="train", help="train, evaluate, ..."),
-                _argument("--steps", type=int, default=3, metavar="N"), _JSON)),
-    (diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _JSON)),
-    (run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _SET, _DATA,
-           _argument("--out", metavar="FOLDER", help="the run's folder (default: run/NAME)"),
-           _argument("--fresh", action="store_true", help="begin anew; the old run is moved aside"),
-           _argument("--steps", type=int, metavar="N", help="train up to step N instead of epochs"),
-           _argument("--accept-changes", action="store_true",
-                     help="go on from a checkpoint of a changed program"))),
-    (doctor, (_JSON,)),
+    (commands.plan, (_argument("job", metavar="FILE.py[:function]"), _RANKS, _MESH, _SET, _DATA,
+                     _OUTPUT, _AFTER, _JSON)),
+    (commands.check, (_argument("plan", metavar="FILE.plan"), _DATA, _JSON)),
+    (commands.simulate, (_argument("job", metavar="FILE.plan|FILE.py"), _RANKS, _MESH, _SET, _DATA,
+                         _argument("--program", default="train", help="train, evaluate, ..."),
+                         _argument("--steps", type=int, default=3, metavar="N"), _JSON)),
+    (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _JSON)),
+    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _SET, _DATA,
+                    _argument("--out", metavar="FOLDER", help="the run's folder (default: run/NAME)"),
+                    _argument("--fresh", action="store_true",
+                              help="begin anew; the old run is moved aside"),
+                    _argument("--steps", type=int, metavar="N",
+                              help="train up to step N instead of epochs"),
+                    _argument("--accept-changes", action="store_true",
+                              help="go on from a checkpoint of a changed program"))),
+    (commands.doctor, (_JSON,)),
 )  # fmt: skip
 
 _GROUPS: tuple[
     tuple[str, str, tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...]], ...
 ] = (
     ("data", "Make and examine data files.", (
-        (data_pack, (
+        (commands.data_pack, (
             _argument("source", metavar="FILE.npz|MODULE.py:FUNCTION"),
             _argument("out", metavar="OUT", help="such as digits/train-*.h5"),
             _argument("--shards", metavar="N|ROWS,ROWS,...", help="how many files, or their rows"),
@@ -452,10 +162,10 @@ _GROUPS: tuple[
             _argument("--chunk-rows", type=int, metavar="N", help="rows of each HDF5 chunk"),
             _argument("--compression", choices=("gzip", "lzf"), help="default: none"),
             _argument("--overwrite", action="store_true"))),
-        (data_info, (_argument("pattern", metavar="PATTERN"), _DATA, _JSON)),
+        (commands.data_info, (_argument("pattern", metavar="PATTERN"), _DATA, _JSON)),
     )),
     ("checkpoint", "Examine checkpoints.", (
-        (checkpoint_info, (
+        (commands.checkpoint_info, (
             _argument("path", metavar="RUN|CHECKPOINT"),
             _argument("--deep", action="store_true", help="read and verify every byte"), _JSON)),
     )),
