@@ -1,0 +1,103 @@
+"""What convolutions, pools and norms of channels refuse, and how they may be split."""
+
+import numpy as np
+import pytest
+from op_harness import call, sharded, whole
+
+from mpiflow import ops
+from mpiflow.errors import GraphError
+from mpiflow.graph.graph import Graph, building
+from mpiflow.ops.batchnorm import BatchSums
+from mpiflow.ops.conv import Conv, ConvInputGrad, ConvWeightGrad
+from mpiflow.ops.window import pad_windows
+
+
+def given(*shapes):
+    graph = Graph("test")
+    return graph, [graph.input(f"x{i}", shape, "float32") for i, shape in enumerate(shapes)]
+
+
+REFUSED = [
+    (lambda x, w: ops.conv(x, w, groups=2), r"2 groups do not divide 3 channels and 5 outputs"),
+    (lambda x, w: ops.conv(x, w, dilation=4), r"a kernel of \(3, 3\) with dilation \(4, 4\)"),
+    (lambda x, w: ops.conv(x, w, stride=0), r"stride takes a whole number >= 1"),
+    (lambda x, w: ops.conv(x, w, stride=(1, 2, 3)), r"or 2 of them, not \(1, 2, 3\)"),
+    (
+        lambda x, w: ops.conv(x, w, padding="valid"),
+        "padding is numbers or .same., not .valid.",
+    ),
+    (lambda x, w: ops.conv(x, w, padding=((1, 1),)), r"padding takes 2 pairs"),
+    (lambda x, w: ops.conv(x, ops.reshape(w, (15, 3, 3))), r"conv takes x \(n, c, \*size\)"),
+    (lambda x, w: ops.conv(x, ops.reshape(w, (3, 5, 3, 3))), r"dim is 5 and should be 3"),
+    (lambda x, w: ops.max_pool(x, 2, padding=2), r"leaves windows of \(2, 2\) empty"),
+    (lambda x, w: ops.mean_pool(x, 9), r"MeanPool: a kernel of \(9, 9\)"),
+    (lambda x, w: ops.batch_norm(x, w, w, group=3), r"groups of 3 rows do not divide the batch"),
+    (lambda x, w: ops.group_norm(x, w, w, groups=2), r"2 groups do not divide the channels"),
+    (lambda x, w: ops.conv(ops.cast(x, "int32"), ops.cast(w, "int32")), r"takes floating-point"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED)
+def test_what_cannot_be_is_refused_with_the_line_of_the_user(build, message):
+    graph, tensors = given((4, 3, 6, 5), (5, 3, 3, 3))
+    with building(graph), pytest.raises(GraphError, match=rf"(?s){message}.*test_windows.py:\d+"):
+        build(*tensors)
+
+
+def test_same_padding_gives_one_window_a_stride():
+    assert pad_windows("same", (7, 8), (3, 4), (1, 1), (1, 1)) == ((1, 1), (1, 2))
+    assert pad_windows("same", (7, 8), (3, 3), (2, 2), (1, 1)) == ((1, 1), (0, 1))
+    assert pad_windows("same", (9,), (1,), (3,), (1,)) == ((0, 0),)
+    assert pad_windows(((0, 2), (1, 1)), (9, 9), (3, 3), (1, 1), (1, 1)) == ((0, 2), (1, 1))
+
+
+def texts(op, *shapes):
+    return {str(s) for s in op.signatures(shapes, ("float32",) * len(shapes))}
+
+
+def test_a_convolution_may_be_split_by_rows_and_channels():
+    plain = Conv((1, 1), ((0, 0), (0, 0)), (1, 1))
+    assert texts(plain, (4, 6, 5, 5), (8, 6, 3, 3)) == {
+        "B, B -> B", "S(0), B -> S(0)", "B, S(0) -> S(1)", "S(1), S(1) -> P", "P, B -> P",
+        "B, P -> P",
+    }  # fmt: skip
+    grouped = Conv((1, 1), ((0, 0), (0, 0)), (1, 1), 2)
+    assert texts(grouped, (4, 6, 5, 5), (8, 3, 3, 3)) == {
+        "B, B -> B", "S(0), B -> S(0)", "S(1,unit=3), S(0,unit=4) -> S(1,unit=4)", "P, B -> P",
+        "B, P -> P",
+    }  # fmt: skip
+
+
+def test_sums_of_a_batch_norm_are_partial_over_any_split():
+    found = texts(BatchSums(2, 6), (6, 3, 4))
+    assert found == {"B -> B", "S(0) -> P", "S(1) -> S(1)", "S(2) -> P"}
+
+
+@pytest.mark.parametrize("cls", [Conv, ConvInputGrad, ConvWeightGrad])
+def test_a_kernel_makes_do_with_the_workspace_of_a_larger_shard(cls, monkeypatch):
+    # A smaller shard would like more than the limit gives: the plan has what the largest asks for.
+    monkeypatch.setattr("mpiflow.ops.im2col._LIMIT", 5_000)
+    draw = np.random.default_rng(0)
+    x, w = draw.standard_normal((3, 7, 6, 5)), draw.standard_normal((4, 7, 3, 3))
+    settings = ((1, 1), ((1, 1), (1, 1)), (1, 1))
+    dy = draw.standard_normal((3, 4, 6, 5))
+    op, arrays = {
+        Conv: (Conv(*settings), (x, w)),
+        ConvInputGrad: (ConvInputGrad((6, 5), *settings), (dy, w)),
+        ConvWeightGrad: (ConvWeightGrad((3, 3), *settings), (x, dy)),
+    }[cls]
+    (expected,) = whole(op, arrays)
+    shapes = tuple(a.shape for a in arrays)
+    most = op.workspace(shapes, (expected.shape,), "float64")
+    for signature in op.signatures(shapes, ("float64",) * 2):
+        monkeypatch.setattr(cls, "workspace", lambda *_, most=most: most)
+        layouts = [(s,) for s in signature.inputs], [(s,) for s in signature.outputs]
+        (joined,) = sharded(op, arrays, *layouts, (2,))
+        np.testing.assert_allclose(joined, expected, rtol=1e-9, atol=1e-9, err_msg=str(signature))
+
+
+def test_a_maximum_of_a_window_in_padding_ignores_it():
+    op = ops.pool.MaxPool((3,), (2,), ((1, 1),))
+    x = np.full((1, 1, 5), -7.0)
+    (y,) = call(op, [x], [(1, 1, 3)], ["float64"])
+    assert (y == -7.0).all()
