@@ -237,7 +237,7 @@ class _Solver:
         return self.tables[key]
 
     def _input_edges(self, index: int, node: Node) -> None:
-        updates = not self.values.isdisjoint(node.outputs)
+        updates = node in self.graph.updates or not self.values.isdisjoint(node.outputs)
         for i, tensor in enumerate(node.inputs):
             table = self._table(tensor, index, i)
             self._add_pair(self.position[tensor][0], index, table * (_EXPOSED if updates else 1.0))

@@ -45,7 +45,10 @@ class Variable:
 
 @dataclass(eq=False)
 class Graph:
-    """Nodes in topological order, with named inputs, variables, assignments and outputs."""
+    """Nodes in topological order, with named inputs, variables, assignments and outputs.
+
+    `updates` are the optimizer's nodes, which come after forward and backward pass.
+    """
 
     name: str
     training: bool = True
@@ -57,6 +60,7 @@ class Graph:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     totals: set[str] = field(default_factory=set)
     hints: dict[str, Hint] = field(default_factory=dict)
+    updates: set[Node] = field(default_factory=set)
     _counts: dict[str, int] = field(default_factory=dict)
     _scopes: list[str] = field(default_factory=list)
     _where: list[str] = field(default_factory=list)

@@ -73,6 +73,7 @@ class LAMB(AdamW):
     """
 
     eps: float = 1e-6
+    norms: ClassVar[bool] = True
 
     def _rate(self, one: One, op: AdamUpdate, corrections: Tensors, moments: Tensors) -> Tensor:
         if not one.group.adapt:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from math import isfinite
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from mpiflow.errors import JobError
 from mpiflow.graph.graph import Graph, Variable
@@ -16,6 +16,7 @@ from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.gradnorm import TrustRatio
 from mpiflow.ops.random import Fill
 from mpiflow.ops.schedule import Schedule
+from mpiflow.ops.shape import Identity
 from mpiflow.ops.update import Update
 from mpiflow.optim.scalars import Scalars
 
@@ -96,6 +97,8 @@ class Optimizer:
     groups: tuple[Group, ...] = ()
     clip: float = 0.0
     ema: float = 0.0
+    norms: ClassVar[bool] = False
+    """Whether a gradient has other readers than the update."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -119,17 +122,23 @@ class Optimizer:
     def update(self, graph: Graph, gradients: dict[Variable, Tensor]) -> None:
         """Assign the next value of every variable, and of what is kept beside it."""
         self._check_groups(list(gradients))
+        before = len(graph.nodes)
         scalars = Scalars(graph, self.lr)
         ones = [
             One(graph, variable, gradient, scalars, self._group(variable), self)
             for variable, gradient in gradients.items()
         ]
         with graph.scope("update", graph.outputs["loss"].where):
+            if self.clip or self.norms:
+                ones = [
+                    replace(one, gradient=one.node(Identity(), one.gradient)[0]) for one in ones
+                ]
             if self.clip:
                 norm = scalars.clip(self.clip, [one.squares(one.gradient) for one in ones])
                 graph.outputs.setdefault(GRADIENT_NORM, norm)
             for one in ones:
                 self._update(one)
+        graph.updates.update(graph.nodes[before:])
 
     def _group(self, variable: Variable) -> Group:
         return next((group for group in self.groups if group.has(variable)), Group("*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpiflow.errors import JobError
 from mpiflow.ops.random import Fill
@@ -50,6 +51,7 @@ class LARS(Optimizer):
 
     momentum: float = 0.9
     trust: float = 0.001
+    norms: ClassVar[bool] = True
 
     def _update(self, one: One) -> None:
         decay = one.weight_decay

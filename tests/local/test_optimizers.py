@@ -9,6 +9,7 @@ from optim_jobs import BATCH, ROWS, STEPS, regression_plan
 
 import mpiflow as mf
 from mpiflow.graph.sbp import S
+from mpiflow.plan.traffic import bytes_sent
 
 OPTIMIZERS = [
     mf.SGD(mf.StepDecay(0.05, 4), momentum=0.9, nesterov=True, weight_decay=0.1, clip=1.0),
@@ -135,3 +136,15 @@ def test_a_constant_rate_costs_one_number():
     tasks = regression_plan(mf.SGD(0.1, momentum=0.9)).program("train").tasks
     scalars = [t.op for t in tasks if t.name.startswith("update/") and t.op != "SgdUpdate"]
     assert scalars == ["Fill"]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [mf.Adam(0.1, clip=1.0), mf.LAMB(0.1), mf.LARS(0.1)], ids=repr
+)
+def test_norms_send_no_gradient_a_second_time(optimizer):
+    def gradients(optimizer):
+        plan = regression_plan(optimizer, "data=2")
+        return bytes_sent(plan, plan.program("train"))
+
+    numbers = 8 * 4  # a sum of squares for each variable, at most
+    assert gradients(optimizer) <= gradients(mf.Adam(0.1)) + 2 * numbers
