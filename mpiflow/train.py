@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import signal
 import statistics
 import sys
@@ -355,7 +354,7 @@ class _Loop:
 
     def _summarise(self, stopped: bool) -> None:
         """Collective. The last object of the metrics, and the table."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = self.session.device.process_bytes()
         steps = self.step - self.start.step
         sent = self._sent // steps if steps else 0
         mine = [self.session.arena.peak, peak, sent]

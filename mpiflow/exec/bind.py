@@ -101,7 +101,7 @@ class Binder:
         offset, nbytes = task.workspace
         work = self.arena.scratch(offset, nbytes) if nbytes else None
         axis = self.rank.mesh.index(task.axis) if task.axis else 0
-        shard = Shard(np, work, starts, not self.rank.coordinates[axis])
+        shard = Shard(self.arena.device.xp, work, starts, not self.rank.coordinates[axis])
         outs = tuple(views[name] for name in task.outputs)
         inputs = (views[name] for name in task.inputs)
         return op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)

@@ -13,6 +13,7 @@ import numpy as np
 from mpiflow.errors import MpiflowError, PlanError, TaskError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder, Step
+from mpiflow.exec.device import Cpu, Device
 from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
 from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.sbp import Box, Broadcast
@@ -53,6 +54,7 @@ class Session:
         readers: dict[str, Reader] | None = None,
         *,
         start_thread: Callable[[str, Callable[[], None]], threading.Thread] = _plain_thread,
+        device: Device | None = None,
     ) -> None:
         """Collective."""
         if transport.size != plan.mesh.size:
@@ -64,7 +66,10 @@ class Session:
         self.groups: dict[str, Group] = {
             axis: transport.group(self.rank.members(axis), axis) for axis in plan.mesh.names
         }
-        self.arena = Arena(dict(plan.arenas)["host"])
+        self.device: Device = device or Cpu()
+        if plan.device != self.device.kind:
+            raise PlanError(f"the plan is for a {plan.device!r}, the ranks have {self.device.kind}")
+        self.arena = Arena(self.device, dict(plan.arenas)["host"])
         self.reads = ReadStream(start_thread, self._check)
         self.writes = WriteStream(start_thread, self._check)
         self.variables = {
@@ -150,7 +155,7 @@ class Session:
         phase = bound.steps[bound.firings % len(bound.steps)]
         calls = iter(phase.calls)
         try:
-            with np.errstate(all="ignore"):
+            with self.device.quiet():
                 for call in calls:
                     call()
         except MpiflowError:

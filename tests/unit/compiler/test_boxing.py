@@ -16,9 +16,10 @@ from mpiflow.compiler.memory import plan_memory
 from mpiflow.compiler.schedule import schedule
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder
+from mpiflow.exec.device import Cpu
 from mpiflow.exec.local import run_local
-from mpiflow.graph.mesh import parse_mesh
-from mpiflow.graph.sbp import B, P, Partial, S, layout_text
+from mpiflow.graph.mesh import Mesh, parse_mesh
+from mpiflow.graph.sbp import B, P, Partial, S, layout_text, shard_box
 from mpiflow.ops import Fill
 from mpiflow.ops.reduction import ReduceSum
 from mpiflow.plan.records import Output, Program
@@ -64,7 +65,7 @@ def conversion(source, target, shape, dtype, mesh):
 def execute(transport, groups, plan, target, held):
     """(what this rank has of the target in the end, the bytes that it sent)."""
     program = plan.program("evaluate")
-    arena = Arena(dict(plan.arenas)["host"])
+    arena = Arena(Cpu(), dict(plan.arenas)["host"])
     arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
     binder = Binder(
         program, plan.tensors(program), plan.slice(transport.rank), arena, groups, lambda: None
@@ -185,3 +186,18 @@ def test_a_large_sum_is_scattered_before_it_crosses_the_other_axis():
     mesh = parse_mesh("data=4,model=4")
     hops = boxing.path((P, P), (B, B), (4000, 400), "float32", mesh, MACHINE)
     assert [hop.kind for hop in hops] == ["reduce_scatter", "all_reduce", "all_gather"]
+
+
+@pytest.mark.parametrize(("shape", "sizes", "layout", "expected"), [
+    ((12, 5), (2,), (S(0, 3),), (S(0),)),
+    ((12, 5), (3,), (S(0, 6),), (S(0, 6),)),  # 2 units over 3 ranks: a span of plain 4 differs
+    ((24, 5), (2, 2), (S(0, 6), S(0, 6)), (S(0), S(0))),
+    ((12, 5), (2, 2), (S(0, 6), S(0, 6)), (S(0, 6), S(0, 6))),
+    ((4, 6), (2, 3), (S(1, 3), B), (S(1), B)),
+    ((0, 6), (2,), (S(0, 3),), (S(0),)),
+])  # fmt: skip
+def test_units_that_change_no_span_are_left_out(shape, sizes, layout, expected):
+    mesh = Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes)))
+    assert boxing.without_units(layout, shape, mesh) == expected
+    for where in product(*map(range, sizes)):
+        assert shard_box(shape, layout, sizes, where) == shard_box(shape, expected, sizes, where)

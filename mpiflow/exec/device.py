@@ -1,0 +1,51 @@
+"""Device: where a rank's arrays live and its kernels run."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+_ALIGNMENT = 64
+"""Bytes: a cache line."""
+
+
+class Device(Protocol):
+    """What the engine asks of the hardware of one rank."""
+
+    kind: str
+    """The kind that a plan is made for: "host"."""
+    xp: Any
+    """The array module of kernels."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Zeroed bytes, flat and aligned. Called once an arena, never in a step."""
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """While it lasts, kernels that overflow or divide by zero give inf and nan in silence."""
+
+    def process_bytes(self) -> int:
+        """The most memory that this process has had so far."""
+
+
+class Cpu:
+    """NumPy in the memory of the host."""
+
+    kind: str = "host"
+    xp: Any = np
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Zeroed bytes that begin at a cache line."""
+        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        first = -memory.ctypes.data % _ALIGNMENT
+        return memory[first : first + nbytes]
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Without NumPy's warnings."""
+        return np.errstate(all="ignore")
+
+    def process_bytes(self) -> int:
+        """The high-water mark of resident memory, as the kernel counts it (in KiB on Linux)."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
