@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mpiflow.errors import JobError
 from mpiflow.graph.tensor import Tensor
@@ -18,7 +19,8 @@ class Dataset:
 
     `batch` is the whole job's batch, in rows. `fields` (name -> (row shape, dtype)) and `rows`
     declare the data for planning where the files are absent. `lanes` and `window` (chunks) bound
-    the memory of a shuffle; the order depends on them, never on the ranks.
+    the memory of a shuffle; the order depends on them, never on the ranks. Where no file matches,
+    `make` is called with the data folder when the plan is made, and writes them.
     """
 
     pattern: str
@@ -29,6 +31,7 @@ class Dataset:
     rows: int | None = None
     lanes: int = 16
     window: int = 4
+    make: Callable[[Path], None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "lanes", "window"):

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from mpiflow.errors import JobError, MpiflowError, UsageError
 from mpiflow.graph.tensor import Tensor
-from mpiflow.job import Job, Model
+from mpiflow.job import Dataset, Job, Model
 
 _PACKAGE = str(Path(__file__).resolve().parent)
 _LINE = re.compile(r"\.py:\d")
@@ -45,7 +45,21 @@ def load_job(target: str, settings: Sequence[str] = ()) -> tuple[Job, Path]:
     job = _calling(path, lambda: function(**arguments))
     if not isinstance(job, Job):
         raise JobError(f"{target} returned {type(job).__name__}, not an mpiflow Job")
-    return replace(job, model=_explained(path, job.model)), path.resolve().parent
+    job = replace(
+        job,
+        model=_explained(path, job.model),
+        train=_made(path, job.train),
+        evaluate={name: _made(path, data) for name, data in job.evaluations.items()},
+    )
+    return job, path.resolve().parent
+
+
+def _made(path: Path, data: Dataset) -> Dataset:
+    """The data set, whose `make` raises an MpiflowError that names the user's line."""
+    make = data.make
+    if make is None:
+        return data
+    return replace(data, make=lambda folder: _calling(path, lambda: make(folder)))
 
 
 def _explained(path: Path, model: Model) -> Model:

@@ -66,7 +66,10 @@ def _check_name(job: Job, name: str) -> None:
 def inspect_data(name: str, dataset: Dataset, folder: Path, *, drop: bool) -> DataSet:
     """The record of a data set; `drop` where an incomplete last batch is dropped."""
     from mpiflow.io.dataset import inspect
+    from mpiflow.io.shards import list_files
 
+    if dataset.make is not None and not list_files(dataset.pattern, folder):
+        dataset.make(folder)
     for field, (_, dtype) in (dataset.fields or {}).items():
         if dtype not in DTYPES:
             raise JobError(

@@ -11,6 +11,7 @@ step, so each program has its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from itertools import pairwise
 
 from mpiflow.graph.op import build_op
@@ -132,25 +133,21 @@ class _Times:
         for name, needs in before.items():
             for need in needs:
                 followers[need].append(name)
-        for task in program.tasks:
-            self._start_of(task.name, before)
-        for task in reversed(program.tasks):  # followers first, so that the recursion stays flat
-            self._done_of(task.name, followers)
+        ordered = list(TopologicalSorter(before).static_order())
+        for name in ordered:
+            if name not in self.start:
+                self.start[name] = self._start_of(before[name])
+        for name in reversed(ordered):
+            if name not in self.done:
+                self.done[name] = self._done_of(followers[name])
 
-    def _start_of(self, name: str, before: dict[str, list[str]]) -> int:
-        if name not in self.start:
-            latest = max((self._start_of(n, before) for n in before[name]), default=-1)
-            self.start[name] = latest + 1 if latest % 2 == 0 else latest
-        return self.start[name]
+    def _start_of(self, before: list[str]) -> int:
+        latest = max((self.start[name] for name in before), default=-1)
+        return latest + 1 if latest % 2 == 0 else latest
 
-    def _done_of(self, name: str, followers: dict[str, list[str]]) -> int:
-        if name not in self.done:
-            ends = [
-                self.start[f] - 1 if f in self.compute else self._done_of(f, followers)
-                for f in followers[name]
-            ]
-            self.done[name] = min(ends, default=self.end)
-        return self.done[name]
+    def _done_of(self, followers: list[str]) -> int:
+        ends = (self.start[f] - 1 if f in self.compute else self.done[f] for f in followers)
+        return min(ends, default=self.end)
 
 
 def share_inputs(program: Program, variables: set[str]) -> Program:

@@ -27,7 +27,8 @@ class MultiHeadAttention(Layer):
 
     One product makes queries, keys and values. Its columns stand in groups, one for each of the
     `kv_heads`: heads / kv_heads queries, one key, one value, each head_width wide; so an axis of
-    the mesh can split them by whole groups. `axis` names one that does.
+    the mesh can split them by whole groups. `axis` names one that does. `out_init` starts the
+    weight of the last product, `init` the others.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class MultiHeadAttention(Layer):
         dropout: float = 0.0,
         bias: bool = True,
         init: Initializer | None = None,
+        out_init: Initializer | None = None,
         axis: str | None = None,
         name: str | None = None,
     ) -> None:
@@ -53,7 +55,7 @@ class MultiHeadAttention(Layer):
             )
         self.width, self.heads, self.kv_heads = width, heads, kv_heads
         self.causal, self.rotary_base, self.dropout = causal, rotary_base, dropout
-        self.bias, self.init, self.axis = bias, init, axis
+        self.bias, self.init, self.out_init, self.axis = bias, init, out_init or init, axis
         self._layers: dict[str, Dense] = {}
 
     def __call__(
@@ -89,7 +91,8 @@ class MultiHeadAttention(Layer):
 
     def _dense(self, key: str, width: int, split: S) -> Dense:
         sbp: Hint | None = {self.axis: split} if self.axis else None
-        return Dense(width, name=f"{self.name}.{key}", bias=self.bias, init=self.init, sbp=sbp)
+        init = self.out_init if key == "out" else self.init
+        return Dense(width, name=f"{self.name}.{key}", bias=self.bias, init=init, sbp=sbp)
 
     def _heads(self, x: Tensor, memory: Tensor | None, group: int) -> tuple[Tensor, ...]:
         if memory is None:
@@ -125,7 +128,8 @@ class FeedForward(Layer):
     """x (..., width) -> `hidden` -> (..., width), with an activation between the two products.
 
     `gated` multiplies the activation with a second product of x (Shazeer 2020): with silu it is
-    the layer of Llama. `axis` names an axis of the mesh that splits the hidden dim.
+    the layer of Llama. `axis` names an axis of the mesh that splits the hidden dim. `out_init`
+    starts the weight of the last product, `init` the others.
     """
 
     def __init__(
@@ -137,12 +141,14 @@ class FeedForward(Layer):
         dropout: float = 0.0,
         bias: bool = True,
         init: Initializer | None = None,
+        out_init: Initializer | None = None,
         axis: str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name, "feed_forward")
         self.hidden, self.activation, self.gated = hidden, activation, gated
-        self.dropout, self.bias, self.init, self.axis = dropout, bias, init, axis
+        self.dropout, self.bias, self.axis = dropout, bias, axis
+        self.init, self.out_init = init, out_init or init
         self._layers: dict[str, Dense] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -162,4 +168,5 @@ class FeedForward(Layer):
 
     def _dense(self, key: str, width: int, dim: int) -> Dense:
         sbp: Hint | None = {self.axis: S(dim)} if self.axis else None
-        return Dense(width, name=f"{self.name}.{key}", bias=self.bias, init=self.init, sbp=sbp)
+        init = self.out_init if key == "down" else self.init
+        return Dense(width, name=f"{self.name}.{key}", bias=self.bias, init=init, sbp=sbp)

@@ -110,3 +110,18 @@ def test_what_a_model_raises_names_its_line(load, tmp_path, model, kind, message
 def test_no_such_job_file(name):
     with pytest.raises(UsageError, match=name):
         load_job(name)
+
+
+def test_what_making_the_data_raises_names_the_line(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(
+        "import mpiflow as mf\n"
+        "def make(folder):\n"
+        "    raise ValueError('no more room')\n"
+        "def job():\n"
+        "    data = mf.Dataset('x.h5', batch=1, make=make)\n"
+        "    return mf.Job('j', dict, train=data, optimizer=mf.SGD(lr=0.1))\n"
+    )
+    job, _ = load_job(str(path))
+    with pytest.raises(JobError, match=r"ValueError: no more room\n.*job\.py:3"):
+        job.train.make(tmp_path)

@@ -86,3 +86,16 @@ def test_the_best_is_by_a_metric_that_there_is(tmp_path, metric):
         plan(with_best(metric), tmp_path)
     for name in ("loss", "small.loss"):
         assert plan(with_best(name), tmp_path).settings.best == "small.loss"
+
+
+def test_data_are_made_where_no_file_is_and_only_there(tmp_path):
+    made = []
+
+    def make(folder):
+        made.append(folder)
+        pack({"x": np.ones((20, 3), np.float32)}, folder / "x-*.h5")
+
+    first = plan(job(make=make), tmp_path)
+    assert plan(job(make=make), tmp_path) == first
+    assert made == [tmp_path]
+    assert first.data[0].rows == 20
