@@ -81,6 +81,23 @@ def is_legal(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
     return len(kinds) <= 1
 
 
+def without_units(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """The layout with unit 1 for every dim whose spans are the same with and without units.
+
+    So a weight that is split by whole heads meets a product that knows no heads without a message.
+    """
+    parts: dict[int, int] = {}
+    for sbp, size in zip(layout, mesh.sizes, strict=True):
+        if isinstance(sbp, S):
+            parts[sbp.dim] = parts.get(sbp.dim, 1) * size
+    return tuple(
+        S(sbp.dim)
+        if isinstance(sbp, S) and not shape[sbp.dim] % (sbp.unit * parts[sbp.dim])
+        else sbp
+        for sbp in layout
+    )
+
+
 def _hops(
     layout: Layout,
     source: Layout,

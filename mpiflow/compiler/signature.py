@@ -186,12 +186,12 @@ class _Solver:
         for combination in product(*per_axis):
             choice = Choice(
                 tuple(
-                    tuple(signature.inputs[i] for signature in combination)
-                    for i in range(len(node.inputs))
+                    self._layout(tensor, [signature.inputs[i] for signature in combination])
+                    for i, tensor in enumerate(node.inputs)
                 ),
                 tuple(
-                    tuple(signature.outputs[i] for signature in combination)
-                    for i in range(len(node.outputs))
+                    self._layout(tensor, [signature.outputs[i] for signature in combination])
+                    for i, tensor in enumerate(node.outputs)
                 ),
             )
             if self._is_legal(node, choice) and (wanted is None or choice.outputs[0] == wanted):
@@ -202,6 +202,9 @@ class _Solver:
                 f" hinted\n  {node.where}"
             )
         return domain
+
+    def _layout(self, tensor: Tensor, sbps: list[Sbp]) -> Layout:
+        return boxing.without_units(tuple(sbps), tensor.shape, self.mesh)
 
     def _is_legal(self, node: Node, choice: Choice) -> bool:
         pairs = zip((*node.inputs, *node.outputs), (*choice.inputs, *choice.outputs), strict=True)
@@ -278,4 +281,4 @@ def hinted(hint: Hint, mesh: Mesh, tensor: Tensor) -> Layout:
     layout = tuple(sbp if size > 1 else B for sbp, size in zip(layout, mesh.sizes, strict=True))
     if not boxing.is_legal(layout, tensor.shape, mesh):
         raise SbpError(f"{tensor.name}: shape {tensor.shape} cannot be {hint}\n  {tensor.where}")
-    return layout
+    return boxing.without_units(layout, tensor.shape, mesh)

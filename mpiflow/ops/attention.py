@@ -67,12 +67,10 @@ class SplitHeads(Heads):
 
     groups_of_heads: int
     parts: tuple[int, ...] = (1,)
+    linear = ((0,),)
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         return Rule((_FLAT,), self._heads())
-
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((0,),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         return dtypes * len(self.parts)

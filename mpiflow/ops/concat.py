@@ -76,6 +76,7 @@ class Split(AlongDim):
 
     dim: int
     parts: tuple[int, ...]
+    linear = ((0,),)
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         rank = len(shapes[0])
@@ -90,9 +91,6 @@ class Split(AlongDim):
                 f"split: pieces of {self.parts} do not make up dim {self.dim} of {shape}"
             )
         return tuple((*shape[: self.dim], n, *shape[self.dim + 1 :]) for n in self.parts)
-
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((0,),) if dtypes[0] != "bool" else ()
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         return dtypes * len(self.parts)
@@ -130,9 +128,6 @@ class Cut(AlongDim):
             )
         return ((*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :]),)
 
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((0,),) if dtypes[0] != "bool" else ()
-
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (apply(Pad(self.dim, self.start, inputs[0].shape[self.dim]), dys[0]),)
 
@@ -147,6 +142,7 @@ class Pad(AlongDim):
     dim: int
     start: int
     size: int
+    linear = ((0,),)
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         rank = len(shapes[0])
@@ -158,9 +154,6 @@ class Pad(AlongDim):
         if self.start < 0 or self.start + shape[self.dim] > self.size:
             raise GraphError(f"{self.name}: {shape} does not fit into {self.size} of {self.dim}")
         return ((*shape[: self.dim], self.size, *shape[self.dim + 1 :]),)
-
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((0,),) if dtypes[0] != "bool" else ()
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         stop = self.start + inputs[0].shape[self.dim]
@@ -206,6 +199,7 @@ class Unstack(AlongDim):
 
     dim: int
     count: int
+    linear = ((0,),)
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         full = self._letters(len(shapes[0]), "whole")
@@ -217,9 +211,6 @@ class Unstack(AlongDim):
         if shape[self.dim] != self.count:
             raise GraphError(f"unstack: dim {self.dim} of {shape} is not {self.count}")
         return (shape[: self.dim] + shape[self.dim + 1 :],) * self.count
-
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((0,),) if dtypes[0] != "bool" else ()
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         return dtypes * self.count

@@ -86,8 +86,7 @@ def _require_bool(op: Op, *dtypes: str) -> None:
 class Where(Elementwise):
     """x where the condition holds, else y."""
 
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((1, 2),) if dtypes[1] != "bool" else ()
+    linear = ((1, 2),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         _require_bool(self, dtypes[0])
@@ -108,9 +107,7 @@ class Keep(Elementwise):
     """x where the condition is `holds`, else zero, even where x is not finite."""
 
     holds: bool = True
-
-    def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return ((0,),) if dtypes[0] != "bool" else ()
+    linear = ((0,),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         _require_bool(self, dtypes[1])

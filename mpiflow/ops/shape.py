@@ -132,7 +132,7 @@ class Reshape(Op):
             for letters, size in zip(dims, shape, strict=True):
                 if len(letters) == 1:
                     sizes[letters[0]] = size
-        return rule.signatures(sizes, self.unsplittable(rule), self.linear, self.reduce)
+        return rule.signatures(sizes, self.unsplittable(rule), self.groups(dtypes), self.reduce)
 
     def unsplittable(self, rule: Rule) -> frozenset[str]:
         return frozenset(x for x in rule.letters if x.startswith("whole"))
