@@ -1,6 +1,7 @@
 """Every example learns, and its losses are the same on 1, 2 and 3 ranks."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,7 @@ from mpiflow.jobfile import load_job
 from mpiflow.plan.records import DataSet, Field
 
 sys.path.insert(0, str(EXAMPLES))
+import pack_fashion
 import pack_text
 
 ROWS = 36
@@ -26,15 +28,26 @@ def text(model):
     return pack_text.bert_rows(words, 33, 256, seed=0)
 
 
+def images(size):
+    image, label = pack_fashion.draw_images(ROWS, size, 1, 10, seed=3)
+    return {"image": image, "label": label}
+
+
 CASES = {
-    "gpt": (("batch=6", "warmup=2"), lambda: text("gpt")),
+    "gpt": ("gpt", ("batch=6", "warmup=2"), lambda: text("gpt")),
+    "alexnet": ("images", ("batch=7", "warmup=2", "size=16", "lr=0.01"), lambda: images(16)),
+    "resnet": (
+        "images",
+        ("batch=7", "warmup=2", "size=8", "model=resnet18", "dtype=float64"),
+        lambda: images(8),
+    ),
 }
-"""Example -> its settings, and its rows."""
+"""Name -> example, its settings, and its rows."""
 
 
 @cache
-def losses(example, mesh, steps=5):
-    settings, rows = CASES[example]
+def losses(case, mesh, steps=5):
+    example, settings, rows = CASES[case]
     job, _ = load_job(str(EXAMPLES / f"{example}.py"), settings)
     arrays = rows()
     batch = job.train.batch
@@ -43,21 +56,21 @@ def losses(example, mesh, steps=5):
         array = arrays[field.name]
         assert (array.shape[1:], array.dtype.name) == (field.shape, field.dtype)
     count = len(next(iter(arrays.values())))
-    data = {
-        name: DataSet(name, "rows-*.h5", fields, (), count, batch, False, 0, 4, 4, "")
-        for name in ("train", *job.evaluations)
-    }
-    plan = compile_job(job, data, Target(parse_mesh(mesh), find_machine("cpu")))
-    readers = {name: MemoryReader(arrays, batch) for name in data}
+    data = DataSet("train", "rows-*.h5", fields, (), count, batch, False, 0, 4, 4, "")
+    target = Target(parse_mesh(mesh), find_machine("cpu"))
+    plan = compile_job(replace(job, evaluate=None), {"train": data}, target)
+    readers = {"train": MemoryReader(arrays, batch)}
     found = on_ranks(plan, lambda session: [o["loss"] for o in train(session, steps)], readers)
     assert all(other == found[0] for other in found)
     return found[0]
 
 
-@pytest.mark.parametrize("example", CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
-def test_losses_do_not_depend_on_the_ranks(example, ranks):
-    alone = losses(example, "data=1")
+def test_losses_do_not_depend_on_the_ranks(case, ranks):
+    alone = losses(case, "data=1")
     assert np.isfinite(alone).all()
     assert len(set(alone)) == len(alone)
-    np.testing.assert_allclose(losses(example, f"data={ranks}"), alone, rtol=1e-4)
+    # Batch norm makes of small differences large ones; in float64 there is none to speak of.
+    tolerance = 1e-8 if "dtype=float64" in CASES[case][1] else 1e-4
+    np.testing.assert_allclose(losses(case, f"data={ranks}"), alone, rtol=tolerance)

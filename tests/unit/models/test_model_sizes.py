@@ -4,6 +4,7 @@ import pytest
 
 from mpiflow.models.count import flops, parameters, traced
 from mpiflow.models.gpt import SIZES as GPT_SIZES
+from mpiflow.models.images import classifier
 
 
 def decoder_graph(size):
@@ -34,3 +35,41 @@ def test_flops_of_a_decoder_are_those_of_its_products():
     expected = 2 * weights * t + 4 * decoder.layers * t * t * d
     assert flops(decoder_graph("small")) == pytest.approx(expected, rel=0.02)
     assert v * d < weights
+
+
+def image_graph(model, size=224, channels=3, classes=1000, *, training=True):
+    network = classifier(model, size, classes)
+    fields = {"image": ((channels, size, size), "float32")}
+    return traced(lambda batch: network(batch["image"]), fields, training=training)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        ("alexnet", 61_100_840),
+        ("vgg16", 138_357_544),
+        ("resnet18", 11_689_512),
+        ("resnet34", 21_797_672),
+        ("resnet50", 25_557_032),
+    ],
+)
+def test_classifiers_have_the_published_parameters(model, count):
+    assert parameters(image_graph(model)) == count
+
+
+def test_a_forward_pass_of_resnet50_is_4_09_billion_multiply_adds():
+    graph = image_graph("resnet50", training=False)
+    assert flops(graph) / 2 == pytest.approx(4.09e9, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [28, 32])
+@pytest.mark.parametrize("model", ["alexnet", "vgg16", "resnet18", "resnet50"])
+def test_classifiers_of_small_images(model, size):
+    graph = image_graph(model, size, channels=1, classes=10)
+    assert graph.nodes[-1].outputs[0].shape == (1, 10)
+    assert parameters(graph) < 2_000_000
+
+
+def test_an_unknown_classifier_is_refused():
+    with pytest.raises(ValueError, match="'resnet51' is none of alexnet"):
+        classifier("resnet51", 28, 10)

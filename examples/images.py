@@ -1,0 +1,62 @@
+"""Classifiers of images. mpiexec -n 2 mpiflow run examples/images.py --set model=resnet18
+
+A full size is planned without files: mpiflow plan examples/images.py --ranks 64 --set size=224
+--set model=resnet50 --set channels=3 --set classes=1000
+"""
+
+from functools import partial
+
+import pack_fashion
+
+import mpiflow as mf
+from mpiflow.models.images import SMALL, classifier
+
+
+def job(
+    model: str = "alexnet",
+    size: int = 28,
+    channels: int = 1,
+    classes: int = 10,
+    rows: int = 0,
+    batch: int = 128,
+    lr: float = 0.05,
+    warmup: int = 20,
+    epochs: int = 5,
+    seed: int = 0,
+    dtype: str = "float32",
+) -> mf.Job:
+    """`model`: alexnet, vgg16, resnet18, resnet34 or resnet50, on images of size x size pixels.
+
+    `rows`: how many images there are, to plan large ones where the files are not (default 10^6).
+    """
+    network = classifier(model, size, classes)
+    fields = {"image": ((channels, size, size), "uint8"), "label": ((), "uint16")}
+    folder = pack_fashion.folder_of(size, channels, classes)
+    if size < SMALL:
+        make = partial(pack_fashion.generate, size=size, channels=channels, classes=classes)
+        data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
+    else:
+        data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**6)
+
+    def build(batch):
+        image = (mf.cast(batch["image"], dtype) - 128.0) / 64
+        logits = network(image)
+        return {
+            "loss": mf.mean(mf.cross_entropy(logits, batch["label"])),
+            "accuracy": mf.mean(mf.equal(mf.argmax(logits), batch["label"])),
+        }
+
+    return mf.Job(
+        f"images-{model}",
+        build,
+        train=data(f"{folder}/train-*.h5", shuffle=True, seed=seed),
+        evaluate=data(f"{folder}/test-*.h5") if size < SMALL else None,
+        epochs=epochs,
+        optimizer=mf.SGD(
+            lr=mf.Cosine(lr, warmup=warmup),
+            momentum=0.9,
+            weight_decay=5e-4,
+            groups=(mf.NO_DECAY,),
+        ),
+        seed=seed,
+    )
