@@ -5,6 +5,7 @@ run/digits/  plan.plan        the plan that runs
              checkpoints/     step-00000040/ ...
              provenance.json  what ran where, with which versions
              failure.txt      what ended the last attempt, where something did
+             .lock            held by the run that is at work here
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mpiflow.io.checkpoint import read, records, space
 from mpiflow.io.dataset import check_files
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan
+from mpiflow.runlock import RunLock
 
 if TYPE_CHECKING:
     from mpiflow.train import Options
@@ -62,15 +64,15 @@ def last_step(plan: Plan, steps: int | None) -> int:
     return steps or plan.settings.epochs * plan.settings.steps_per_epoch
 
 
-def prepare(plan: Plan, options: Options) -> Start:
+def prepare(plan: Plan, options: Options, lock: RunLock) -> Start:
     """Check data, space and what is there; leave the folder ready for the first step.
 
-    A run that is over and complete is left as it is.
+    A run that is over and complete is left as it is. `lock` keeps other runs out of the folder.
     """
     for data in plan.data:
         check_files(data, options.data)
     try:
-        return _prepare_folder(plan, options)
+        return _prepare_folder(plan, options, lock)
     except OSError as problem:
         raise CheckpointError(
             f"{options.out}: the run's folder cannot be used: {problem.strerror}"
@@ -78,12 +80,14 @@ def prepare(plan: Plan, options: Options) -> Start:
         ) from problem
 
 
-def _prepare_folder(plan: Plan, options: Options) -> Start:
+def _prepare_folder(plan: Plan, options: Options, lock: RunLock) -> Start:
     remarks = []
     if options.fresh and options.out.exists():
+        lock.take(options.out)
         remarks.append(f"moved the old run to {_move_aside(options.out)}")
     folder = options.out / CHECKPOINTS
     space.make_folder(folder)
+    lock.take(options.out)
     start = _newest(plan, options, folder)
     if start.complete:
         return start

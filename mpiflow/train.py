@@ -30,7 +30,10 @@ from mpiflow.plan import store
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.traffic import bytes_sent
 from mpiflow.report import Progress, final_table
+from mpiflow.runlock import RunLock
 
+SKIPPED = "skipped"
+"""The output of a step of a job in float16: 1 where loss scaling changed no weight."""
 STOPPED = 75
 """Exit code of a run that was asked to stop, and saved: EX_TEMPFAIL, "try again"."""
 _AGREE_SECONDS = 1.0
@@ -51,11 +54,20 @@ class Options:
 def run(plan: Plan, transport: Transport, failure: Failure, options: Options) -> int:
     """Collective. Train, evaluate and save as the plan says; gives the exit code."""
     check_ranks(transport, plan.mesh.size)
-    start = runfolder.Start(**transport.on_root(lambda: runfolder.prepare(plan, options).plain()))
-    if start.complete:
-        if transport.rank == 0:
-            Progress(0, 0, 0).say(_nothing_to_train(start.step, plan, options))
-        return 0
+    with RunLock() as lock:
+        start = runfolder.Start(
+            **transport.on_root(lambda: runfolder.prepare(plan, options, lock).plain())
+        )
+        if not start.complete:
+            return _train(plan, transport, failure, options, start)
+    if transport.rank == 0:
+        Progress(0, 0, 0).say(_nothing_to_train(start.step, plan, options))
+    return 0
+
+
+def _train(
+    plan: Plan, transport: Transport, failure: Failure, options: Options, start: runfolder.Start
+) -> int:
     failure.use_folder(options.out)
     readers = _open_readers(plan, transport.rank, options.data)
     session = Session(plan, transport, readers, start_thread=failure.start_thread)

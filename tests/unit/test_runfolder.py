@@ -1,6 +1,9 @@
 """The folder of a run: where it begins, and what is refused before the first step."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from mpiflow.io.checkpoint import write
 from mpiflow.io.pack import pack
 from mpiflow.plan import store
 from mpiflow.planning import make_plan
+from mpiflow.runlock import RunLock
 from mpiflow.train import Options
 
 
@@ -39,7 +43,8 @@ def plan_of(tmp_path):
 @pytest.fixture
 def prepare(tmp_path):
     def prepare(plan, **options):
-        return runfolder.prepare(plan, Options(tmp_path / "run", tmp_path, **options))
+        with RunLock() as lock:
+            return runfolder.prepare(plan, Options(tmp_path / "run", tmp_path, **options), lock)
 
     return prepare
 
@@ -171,7 +176,7 @@ def test_another_program_is_refused_unless_accepted(plan_of, prepare, tmp_path):
 
 def test_a_folder_that_cannot_be_used_is_named(plan_of, tmp_path):
     with pytest.raises(CheckpointError, match=r"x\.h5/run: the run's folder cannot be used"):
-        runfolder.prepare(plan_of(), Options(tmp_path / "x.h5" / "run", tmp_path))
+        runfolder.prepare(plan_of(), Options(tmp_path / "x.h5" / "run", tmp_path), RunLock())
 
 
 def test_other_data_are_refused_before_anything_is_written(plan_of, prepare, tmp_path):
@@ -180,3 +185,30 @@ def test_other_data_are_refused_before_anything_is_written(plan_of, prepare, tmp
     with pytest.raises(DataError, match=r"x\.h5: 21 rows; the plan says 20"):
         prepare(plan)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_in_which_a_run_is_at_work_is_refused(plan_of, tmp_path, fresh):
+    plan, options = plan_of(), Options(tmp_path / "run", tmp_path)
+    again = Options(tmp_path / "run", tmp_path, fresh=fresh)
+    with RunLock() as first, RunLock(patience=0) as second:
+        runfolder.prepare(plan, options, first)
+        with pytest.raises(CheckpointError, match=f"at work here: process {os.getpid()} on"):
+            runfolder.prepare(plan, again, second)
+        first.close()
+        runfolder.prepare(plan, again, second)
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path):
+    program = f"""
+import sys; from pathlib import Path; from mpiflow.runlock import RunLock
+RunLock().take(Path({str(tmp_path)!r})); print("taken", flush=True); sys.stdin.read()"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as other:
+        assert other.stdout.readline() == b"taken\n"
+        with RunLock(patience=0) as lock, pytest.raises(CheckpointError, match="at work here"):
+            lock.take(tmp_path)
+        other.kill()
+        other.wait()
+    with RunLock(patience=0) as lock:
+        lock.take(tmp_path)
