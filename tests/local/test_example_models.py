@@ -35,6 +35,7 @@ def images(size):
 
 CASES = {
     "gpt": ("gpt", ("batch=6", "warmup=2"), lambda: text("gpt")),
+    "bert": ("bert", ("batch=6", "warmup=2"), lambda: text("bert")),
     "alexnet": ("images", ("batch=7", "warmup=2", "size=16", "lr=0.01"), lambda: images(16)),
     "resnet": (
         "images",

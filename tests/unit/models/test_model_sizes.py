@@ -2,6 +2,7 @@
 
 import pytest
 
+from mpiflow.models.bert import SIZES as BERT_SIZES
 from mpiflow.models.count import flops, parameters, traced
 from mpiflow.models.gpt import SIZES as GPT_SIZES
 from mpiflow.models.images import classifier
@@ -73,3 +74,17 @@ def test_classifiers_of_small_images(model, size):
 def test_an_unknown_classifier_is_refused():
     with pytest.raises(ValueError, match="'resnet51' is none of alexnet"):
         classifier("resnet51", 28, 10)
+
+
+@pytest.mark.parametrize(("size", "count"), [("base", 110_106_428), ("large", 336_226_108)])
+def test_encoders_have_the_published_parameters(size, count):
+    # Those of the encoder, its pooler and both heads.
+    encoder = BERT_SIZES[size]
+    t = encoder.positions
+    fields = {"tokens": ((t,), "uint16"), "segment": ((t,), "uint8"),
+              "label": ((t,), "int32"), "next": ((), "uint8")}  # fmt: skip
+
+    def model(batch):
+        return encoder.losses(*(batch[name] for name in fields))
+
+    assert parameters(traced(model, fields)) == count
