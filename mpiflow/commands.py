@@ -143,6 +143,7 @@ def diff(options: Namespace) -> int:
 def _load(path: str) -> Plan:
     from mpiflow.plan import store
     from mpiflow.plan.verify import verify
+    from mpiflow.plan.verify_run import verify_run
 
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file (in {Path.cwd()})")
@@ -150,6 +151,7 @@ def _load(path: str) -> Plan:
         raise UsageError(f"{path}: a job file; make a plan of it with `mpiflow plan`")
     made = store.load(path, version=__version__)
     verify(made)
+    verify_run(made)
     return made
 
 

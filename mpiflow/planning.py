@@ -13,6 +13,7 @@ from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.tensor import DTYPES
 from mpiflow.job import Dataset, Job
 from mpiflow.plan.records import DataSet, Plan
+from mpiflow.plan.verify_run import verify_run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -44,7 +45,7 @@ def make_plan(
     for name, dataset in job.evaluations.items():
         _check_name(job, name)
         data[name] = inspect_data(name, dataset, data_folder, drop=False)
-    return compile_job(
+    plan = compile_job(
         job,
         data,
         Target(mesh, find_machine(machine)),
@@ -52,6 +53,8 @@ def make_plan(
         cache_bytes=cache_bytes,
         observe=observe,
     )
+    verify_run(plan)
+    return plan
 
 
 def _check_name(job: Job, name: str) -> None:
