@@ -28,6 +28,10 @@ class ResNet:
 
     def __call__(self, x: mf.Tensor) -> mf.Tensor:
         """The logits (n, classes)."""
+        return nn.Dense(self.classes, name="fc")(self.features(x))
+
+    def features(self, x: mf.Tensor) -> mf.Tensor:
+        """The mean of each channel at the end, (n, 8 width), or (n, 32 width) with bottlenecks."""
         kernel, stride = (3, 1) if self.small else (7, 2)
         x = mf.relu(_conv(x, self.width, kernel, stride, "conv1", "bn1"))
         if not self.small:
@@ -36,7 +40,7 @@ class ResNet:
             for i in range(count):
                 stride = 2 if stage and not i else 1
                 x = self._block(x, self.width << stage, stride, f"layer{stage + 1}.{i}")
-        return nn.Dense(self.classes, name="fc")(mf.global_mean_pool(x))
+        return mf.global_mean_pool(x)
 
     def _block(self, x: mf.Tensor, width: int, stride: int, name: str) -> mf.Tensor:
         kernels: tuple[int, ...]

@@ -15,6 +15,7 @@ from mpiflow.jobfile import load_job
 from mpiflow.plan.records import DataSet, Field
 
 sys.path.insert(0, str(EXAMPLES))
+import pack_faces
 import pack_fashion
 import pack_text
 
@@ -41,6 +42,11 @@ CASES = {
         "images",
         ("batch=7", "warmup=2", "size=8", "model=resnet18", "dtype=float64"),
         lambda: images(8),
+    ),
+    "faces": (
+        "faces",
+        ("batch=7", "warmup=2", "classes=9", "dtype=float64"),
+        lambda: pack_faces.draw_views(9, 4, seed=3),
     ),
 }
 """Name -> example, its settings, and its rows."""
@@ -75,3 +81,9 @@ def test_losses_do_not_depend_on_the_ranks(case, ranks):
     # Batch norm makes of small differences large ones; in float64 there is none to speak of.
     tolerance = 1e-8 if "dtype=float64" in CASES[case][1] else 1e-4
     np.testing.assert_allclose(losses(case, f"data={ranks}"), alone, rtol=tolerance)
+
+
+@pytest.mark.ranks(2)
+def test_classes_of_faces_may_be_split():
+    # The last layer's rows lie on two ranks, by the hint of the model.
+    np.testing.assert_allclose(losses("faces", "model=2"), losses("faces", "data=1"), rtol=1e-8)
