@@ -10,6 +10,7 @@ from mpiflow.errors import JobError
 from mpiflow.graph.tensor import Tensor
 from mpiflow.optim import Optimizer
 
+PRECISIONS = ("float32", "float16", "bfloat16")
 Model = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -38,6 +39,7 @@ class Dataset:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise JobError(f"Dataset {self.pattern!r}: {name} must be at least 1, not {value}")
+        _check_seed(f"Dataset {self.pattern!r}", self.seed)
         if self.rows is not None and self.fields is None:
             raise JobError(f"Dataset {self.pattern!r}: rows are declared but no fields")
 
@@ -80,7 +82,10 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A training job. `evaluate` is one data set, or several by name."""
+    """A training job. `evaluate` is one data set, or several by name.
+
+    In `precision` float16 or bfloat16 products and convolutions are 16-bit, and variables float32.
+    """
 
     name: str
     model: Model
@@ -92,14 +97,22 @@ class Job:
     evaluate_every: Every = field(default_factory=lambda: Every(epochs=1))
     best: Best | None = None
     seed: int = 0
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
-        if not self.name or not all(c.isalnum() or c in "-_." for c in self.name):
+        if not self.name[:1].isalnum() or not all(c.isalnum() or c in "-_." for c in self.name):
             raise JobError(
-                f"job name {self.name!r}: use letters, digits, '-', '_' and '.'; it names a folder"
+                f"job name {self.name!r}: use letters, digits, '-', '_' and '.', and begin with a"
+                " letter or digit; it names a folder"
             )
+        _check_seed(f"job {self.name}", self.seed)
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise JobError(f"job {self.name}: epochs must be at least 1, not {self.epochs}")
+        if self.precision not in PRECISIONS:
+            raise JobError(
+                f"job {self.name}: precision is one of {', '.join(PRECISIONS)},"
+                f" not {self.precision!r}"
+            )
         if self.evaluate_every.minutes:
             raise JobError(
                 f"job {self.name}: evaluate_every takes steps or epochs, so that every rank count"
@@ -116,3 +129,8 @@ class Job:
         if isinstance(self.evaluate, Dataset):
             return {"evaluate": self.evaluate}
         return dict(self.evaluate)
+
+
+def _check_seed(what: str, seed: int) -> None:
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise JobError(f"{what}: a seed is a whole number from 0 to 2**63 - 1, not {seed!r}")

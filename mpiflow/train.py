@@ -200,7 +200,7 @@ class _Loop:
         epoch = self.step // self.per_epoch + 1
         self.step += 1
         loss = outputs["loss"]
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) and not outputs.get(SKIPPED):
             raise on_all_ranks(
                 TaskError(
                     f"step {self.step}: the loss is {loss}; nothing of this step is saved. Lower"
@@ -208,7 +208,9 @@ class _Loop:
                 )
             )
         if self.rows and self.progress:
-            self.rows.add({"step": self.step, "epoch": epoch, **outputs, "seconds": seconds})
+            # JSON has no infinity; a step that loss scaling skipped may have given one.
+            values = {k: v if math.isfinite(v) else None for k, v in outputs.items()}
+            self.rows.add({"step": self.step, "epoch": epoch, **values, "seconds": seconds})
             self.progress.step(self.step, epoch, loss)
 
     @property

@@ -14,13 +14,14 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import inf, prod
 
 from mpiflow.compiler.cost import collective_seconds, compute_seconds
 from mpiflow.compiler.machine import Machine
 from mpiflow.errors import CompileError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, Broadcast, Layout, Partial, S, Sbp, box_shape, shard_box
+from mpiflow.graph.tensor import is_narrow
 from mpiflow.plan.slice import itemsize
 
 LOCAL = {"slice": "Slice", "keep_first": "KeepFirst", "copy": "Identity"}
@@ -64,8 +65,11 @@ def path(
 def seconds(
     source: Layout, target: Layout, shape: tuple[int, ...], dtype: str, mesh: Mesh, machine: Machine
 ) -> float:
-    """The predicted time of a conversion."""
-    return sum(hop.seconds for hop in path(source, target, shape, dtype, mesh, machine))
+    """The predicted time of a conversion; infinite where there is none."""
+    try:
+        return sum(hop.seconds for hop in path(source, target, shape, dtype, mesh, machine))
+    except CompileError:
+        return inf
 
 
 def is_legal(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
@@ -150,6 +154,8 @@ def _kind(a: Sbp, b: Sbp, wanted: Sbp, dtype: str) -> str:
             return "all_gather"
         case S(), S():
             return "all_to_all"
+        case Partial(), _ if is_narrow(dtype):
+            return ""  # the sum over many ranks of 16-bit floats would be rounded many times
         case Partial(), Broadcast():
             return "all_reduce"
         case Partial(), S():

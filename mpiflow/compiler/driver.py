@@ -140,7 +140,8 @@ class _Compiler:
     def _train_graph(self, data: DataSet) -> Graph:
         graph = self._traced("train", data, data.batch, training=True)
         self.model = hashlib.sha256(str(graph).encode()).hexdigest()
-        self.notes += differentiate(graph, self.job.optimizer)
+        scaled = self.job.precision == "float16"
+        self.notes += differentiate(graph, self.job.optimizer, scaled=scaled)
         self.observe("differentiate", "train", graph)
         check_precision(graph)
         self.observe("precision", "train", graph)
@@ -345,6 +346,7 @@ def identity(job: Job, model: str, graph: Graph, train: DataSet) -> tuple[tuple[
         ("model", model),
         ("numerics", NUMERICS),
         ("optimizer", repr(job.optimizer)),
+        ("precision", job.precision),
         ("order", f"shuffle={train.shuffle} seed={train.seed} lanes={train.lanes}"
                   f" window={train.window}"),
         ("seed", str(job.seed)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpiflow.compiler.precision import FULL, Mixed
 from mpiflow.errors import JobError
 from mpiflow.graph.graph import Graph, building
 from mpiflow.graph.tensor import Tensor
@@ -39,7 +40,8 @@ class Batch(Mapping[str, Tensor]):
 
 def trace(job: Job, data: DataSet, *, name: str, rows: int, training: bool) -> Graph:
     """The graph of one step on `rows` rows; variables are shared between traces by name."""
-    graph = Graph(name, training=training, seed=job.seed)
+    policy = None if job.precision == FULL else Mixed(job.precision)
+    graph = Graph(name, training=training, seed=job.seed, policy=policy)
     with building(graph):
         outputs = job.model(Batch(graph, data, rows))  # type: ignore[arg-type]
     if not isinstance(outputs, Mapping) or not outputs:

@@ -25,4 +25,4 @@ class Arena:
     def view(self, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
         """An array over the arena's memory."""
         flat = self.scratch(offset, prod(shape) * itemsize(dtype))
-        return flat.view(dtype).reshape(shape)
+        return flat.view(self.device.dtype(dtype)).reshape(shape)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import resource
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
+
+from mpiflow.errors import PlanError
 
 _ALIGNMENT = 64
 """Bytes: a cache line."""
@@ -22,6 +25,9 @@ class Device(Protocol):
 
     def allocate(self, nbytes: int) -> Any:
         """Zeroed bytes, flat and aligned. Called once an arena, never in a step."""
+
+    def dtype(self, name: str) -> Any:
+        """The array module's dtype of that name."""
 
     def quiet(self) -> AbstractContextManager[Any]:
         """While it lasts, kernels that overflow or divide by zero give inf and nan in silence."""
@@ -41,6 +47,18 @@ class Cpu:
         memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
         first = -memory.ctypes.data % _ALIGNMENT
         return memory[first : first + nbytes]
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """NumPy's dtype; bfloat16 comes from ml_dtypes."""
+        if name == "bfloat16":
+            try:
+                importlib.import_module("ml_dtypes")
+            except ImportError:
+                raise PlanError(
+                    "the plan computes in bfloat16, which NumPy has from the package ml_dtypes;"
+                    " pip install 'mpiflow[bfloat16]'"
+                ) from None
+        return np.dtype(name)
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Without NumPy's warnings."""

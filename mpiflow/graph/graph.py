@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,8 @@ from mpiflow.graph.sbp import Sbp
 from mpiflow.graph.tensor import Tensor
 
 Hint = Sbp | dict[str, Sbp]
+Policy = Callable[[Op, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""What a node is given instead of its inputs: the same values in other dtypes."""
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
@@ -61,6 +63,7 @@ class Graph:
     totals: set[str] = field(default_factory=set)
     hints: dict[str, Hint] = field(default_factory=dict)
     updates: set[Node] = field(default_factory=set)
+    policy: Policy | None = None
     _counts: dict[str, int] = field(default_factory=dict)
     _scopes: list[str] = field(default_factory=list)
     _where: list[str] = field(default_factory=list)
@@ -128,6 +131,8 @@ class Graph:
     def add(self, op: Op, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Add a node; gives its outputs."""
         where = self.where
+        if self.policy is not None:
+            inputs = self.policy(op, inputs)
         for tensor in inputs:
             if tensor.graph is not self:
                 raise GraphError(

@@ -50,6 +50,9 @@ class Op:
     """How the outputs combine over a split letter that they lost."""
     inplace: ClassVar[tuple[tuple[int, int], ...]] = ()
     """Pairs (input, output) that may share memory."""
+    precision: ClassVar[str] = "high"
+    """In a job of 16-bit precision: "low" computes in it, "high" in float32, "follow" in what its
+    inputs have, "any" takes each input as it is."""
     indexes: ClassVar[tuple[tuple[int, int, int], ...]] = ()
     """(input, operand, dim): the values of `input` are indices into `dim` of `operand`."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 DTYPES = (
     "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-    "float16", "float32", "float64",
+    "float16", "bfloat16", "float32", "float64",
 )  # fmt: skip
 
 arithmetic: dict[str, Callable[..., Tensor]] = {}
@@ -21,7 +21,12 @@ arithmetic: dict[str, Callable[..., Tensor]] = {}
 
 def is_float(dtype: str) -> bool:
     """Whether gradients flow through tensors of this dtype."""
-    return dtype.startswith("float")
+    return "float" in dtype
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether this is a float of 16 bits."""
+    return dtype in ("float16", "bfloat16")
 
 
 class Tensor:

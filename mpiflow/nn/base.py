@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from mpiflow.graph.graph import Graph, Hint, current
 from mpiflow.graph.op import Op
-from mpiflow.graph.tensor import Tensor
+from mpiflow.graph.tensor import Tensor, is_narrow
 from mpiflow.ops import Fill, Normal, Uniform, random_key
 
 Initializer = Callable[[tuple[int, ...], str, tuple[int, int]], Op]
@@ -37,8 +37,13 @@ def variable(
     trainable: bool = True,
     sbp: Hint | None = None,
 ) -> Tensor:
-    """A new variable of the model that is being traced; its start does not depend on layouts."""
+    """A new variable of the model that is being traced; its start does not depend on layouts.
+
+    In a job of 16-bit precision it is float32 all the same, though a layer asks for its input's.
+    """
     graph = current()
+    if graph.policy is not None and is_narrow(dtype):
+        dtype = "float32"
     op = init(tuple(shape), dtype, random_key(graph.seed, name))
     return graph.variable(name, shape, dtype=dtype, init=op, trainable=trainable, sbp=sbp)
 

@@ -65,6 +65,7 @@ class Heads(Op):
 class SplitHeads(Heads):
     """x (n, t, k r d) -> (n, k, p t, d) for each p of `parts`, whose sum is r."""
 
+    precision = "follow"
     groups_of_heads: int
     parts: tuple[int, ...] = (1,)
     linear = ((0,),)
@@ -88,6 +89,7 @@ class SplitHeads(Heads):
 class MergeHeads(Heads):
     """Heads (n, k, p t, d) for each p of `parts` -> (n, t, k r d): what `SplitHeads` parted."""
 
+    precision = "follow"
     groups_of_heads: int
     parts: tuple[int, ...] = (1,)
 

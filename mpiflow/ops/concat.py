@@ -43,6 +43,7 @@ class AlongDim(Op):
 class Concat(AlongDim):
     """Tensors one after the other along `dim`."""
 
+    precision = "follow"
     dim: int
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
@@ -74,6 +75,7 @@ class Concat(AlongDim):
 class Split(AlongDim):
     """The pieces of `sizes` along `dim`."""
 
+    precision = "follow"
     dim: int
     parts: tuple[int, ...]
     linear = ((0,),)
@@ -110,6 +112,7 @@ class Split(AlongDim):
 class Cut(AlongDim):
     """The entries `start` to `stop` of `dim`."""
 
+    precision = "follow"
     dim: int
     start: int
     stop: int
@@ -139,6 +142,7 @@ class Cut(AlongDim):
 class Pad(AlongDim):
     """Zeros with x in them, from entry `start` of `dim`, which gets `size` entries."""
 
+    precision = "follow"
     dim: int
     start: int
     size: int
@@ -169,6 +173,7 @@ class Pad(AlongDim):
 class Stack(AlongDim):
     """Tensors of one shape side by side along a new `dim`."""
 
+    precision = "follow"
     dim: int
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
@@ -197,6 +202,7 @@ class Stack(AlongDim):
 class Unstack(AlongDim):
     """The `count` entries of `dim`, each without it."""
 
+    precision = "follow"
     dim: int
     count: int
     linear = ((0,),)

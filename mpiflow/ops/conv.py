@@ -6,7 +6,8 @@ another, so they can be differentiated any number of times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -23,6 +24,7 @@ from mpiflow.ops.im2col import (
     weight_gradient,
     weight_workspace,
 )
+from mpiflow.ops.wide import Wide
 from mpiflow.ops.window import (
     Padding,
     PaddingLike,
@@ -34,7 +36,7 @@ from mpiflow.ops.window import (
 )
 
 
-class Convolution(Windowed):
+class Convolution(Wide, Windowed):
     """Base of the three ops.
 
     Batch and channels may be split. With groups, a channel dim is groups x channels of one group,
@@ -66,6 +68,13 @@ class Convolution(Windowed):
             (o, ("c",), *letters("k", dims)),
             (("n",), o, *letters("t", dims)),
         )
+
+    def run(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
+        """The kernel on arrays of float32 or float64."""
+        raise NotImplementedError(self.name)
+
+    def compute(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        return partial(self.run, shard, out, *arrays)
 
     def check_rank(self, shapes: tuple[Shape, ...]) -> None:
         """Raise unless all operands have a batch, a channel and the spatial dims."""
@@ -103,7 +112,7 @@ class Conv(Convolution):
         x, w = shapes
         return count_windows(self.name, x[2:], w[2:], self.stride, self.padding, self.dilation)
 
-    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+    def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         at = self.geometry(*inputs, *outputs)
         return 0 if at.pointwise else at.workspace(dtype)
 
@@ -114,7 +123,7 @@ class Conv(Convolution):
         (x, w), (dy,) = inputs, dys
         return _input_grad(self, dy, w, x.shape), _weight_grad(self, x, dy, w.shape)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, w: Any) -> None:
+    def run(self, shard: ShardView, out: Any, x: Any, w: Any) -> None:
         if not x.size or not w.size or not out.size:
             out.fill(0)
             return
@@ -142,7 +151,7 @@ class ConvInputGrad(Convolution):
     def windows(self, shapes: tuple[Shape, ...]) -> Shape:
         return shapes[0][2:]
 
-    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+    def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return input_workspace(self.geometry(outputs[0], inputs[1], inputs[0]), dtype)
 
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
@@ -152,7 +161,7 @@ class ConvInputGrad(Convolution):
         (dy, w), (x,) = inputs, dys
         return _conv(self, x, w), _weight_grad(self, x, dy, w.shape)
 
-    def kernel(self, shard: ShardView, out: Any, dy: Any, w: Any) -> None:
+    def run(self, shard: ShardView, out: Any, dy: Any, w: Any) -> None:
         if not dy.size or not w.size or not out.size:
             out.fill(0)
             return
@@ -181,7 +190,7 @@ class ConvWeightGrad(Convolution):
     def windows(self, shapes: tuple[Shape, ...]) -> Shape:
         return shapes[1][2:]
 
-    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+    def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return weight_workspace(self.geometry(inputs[0], outputs[0], inputs[1]), dtype)
 
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
@@ -191,7 +200,7 @@ class ConvWeightGrad(Convolution):
         (x, dy), (w,) = inputs, dys
         return _input_grad(self, dy, w, x.shape), _conv(self, x, w)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, dy: Any) -> None:
+    def run(self, shard: ShardView, out: Any, x: Any, dy: Any) -> None:
         if not x.size or not dy.size or not out.size:
             out.fill(0)
             return

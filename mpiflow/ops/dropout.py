@@ -35,6 +35,7 @@ class Dropout(Elementwise):
     takes 16 bits of the counter (r, c // 8).
     """
 
+    precision = "follow"
     rate: float
     key: tuple[int, int]
     shape: tuple[int, ...]

@@ -24,6 +24,7 @@ from mpiflow.ops.reduction import reduce_to
 class Elementwise(Op):
     """Base of ops whose output dims are those of their broadcast inputs."""
 
+    precision = "follow"
     calls: ClassVar[str] = ""
     """The array function that is the whole kernel, where there is one."""
 
@@ -71,6 +72,8 @@ class Elementwise(Op):
 
 class FloatElementwise(Elementwise):
     """An elementwise op on floating-point inputs only."""
+
+    precision = "high"
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         require_float(self, dtypes)
@@ -184,6 +187,7 @@ class Reciprocal(FloatElementwise):
 class Relu(FloatElementwise):
     """max(x, 0)."""
 
+    precision = "follow"
     calls = "maximum"
     inplace = ((0, 0),)
 
@@ -198,6 +202,7 @@ class Relu(FloatElementwise):
 class ReluGrad(FloatElementwise):
     """dy where y > 0, else 0."""
 
+    precision = "follow"
     linear = ((0,),)
     inplace = ((0, 0),)
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mpiflow.graph.op import Op, ShardView, op
+from mpiflow.graph.op import ShardView, op
 from mpiflow.graph.rule import Rule, Shape, parse_rule
 from mpiflow.graph.tensor import Tensor, arithmetic
 from mpiflow.ops.base import Gradients, Tensors, apply, require_float
+from mpiflow.ops.wide import Wide
 
 
-class Product(Op):
+class Product(Wide):
     """Base of products: floating-point, linear in each operand."""
 
     linear = ((0,), (1,))
@@ -20,9 +21,6 @@ class Product(Op):
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         require_float(self, dtypes)
         return super().dtypes(dtypes)
-
-    def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
-        self.bind(shard, out, *arrays)()
 
 
 @op
@@ -49,7 +47,7 @@ class MatMul(Product):
             db = apply(MatMul(not self.transpose_a, False), a, dy)
         return da, db
 
-    def bind(self, shard: ShardView, out: Any, a: Any, b: Any) -> Callable[[], Any]:
+    def compute(self, shard: ShardView, out: Any, a: Any, b: Any) -> Callable[[], Any]:
         a = a.swapaxes(-1, -2) if self.transpose_a else a
         b = b.swapaxes(-1, -2) if self.transpose_b else b
         return partial(shard.xp.matmul, a, b, out=out)
@@ -71,7 +69,7 @@ class Linear(Product):
         dw = apply(RowProduct(), dy, x) if self.transpose else apply(RowProduct(), x, dy)
         return dx, dw
 
-    def bind(self, shard: ShardView, out: Any, x: Any, w: Any) -> Callable[[], Any]:
+    def compute(self, shard: ShardView, out: Any, x: Any, w: Any) -> Callable[[], Any]:
         w = w.T if self.transpose else w
         if x.ndim != 2 and x.size and out.size:  # rows as one matrix: one product, not many
             x, out = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
@@ -88,7 +86,7 @@ class RowProduct(Product):
         (x, y), (dz,) = inputs, dys
         return apply(Linear(True), y, dz), apply(Linear(), x, dz)
 
-    def bind(self, shard: ShardView, out: Any, x: Any, y: Any) -> Callable[[], Any]:
+    def compute(self, shard: ShardView, out: Any, x: Any, y: Any) -> Callable[[], Any]:
         if not x.size or not y.size:
             return partial(out.fill, 0)
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])

@@ -11,6 +11,7 @@ from mpiflow.graph.op import OUT, Op, ShardView, op
 class Slice(Op):
     """B -> S: keep the span that this rank holds of the output."""
 
+    precision = "any"
     rule = "... -> ..."
 
     def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
@@ -23,6 +24,7 @@ class Slice(Op):
 class KeepFirst(Op):
     """B -> P: the first rank along the axis keeps its value, the others contribute zero."""
 
+    precision = "any"
     rule = "... -> ..."
 
     def kernel(self, shard: ShardView, out: Any, x: Any) -> None:

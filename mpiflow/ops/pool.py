@@ -102,6 +102,7 @@ class Pooling(Windowed):
 class MaxPool(Pooling):
     """The maximum of every window."""
 
+    precision = "follow"
     window: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Padding
@@ -124,6 +125,7 @@ class MaxPool(Pooling):
 class MaxPoolGrad(Pooling):
     """dy, x and y of `MaxPool` -> dx: each dy goes to the first maximum of its window."""
 
+    precision = "follow"
     window: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Padding

@@ -77,6 +77,7 @@ class ReduceMax(Reduction):
 class Expand(Op):
     """Stretch `dims` to `lengths`; with `keep` they are there with size 1, else they are new."""
 
+    precision = "follow"
     dims: tuple[int, ...]
     lengths: tuple[int, ...]
     keep: bool = False

@@ -87,6 +87,7 @@ class Where(Elementwise):
     """x where the condition holds, else y."""
 
     linear = ((1, 2),)
+    inplace = ((2, 0),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         _require_bool(self, dtypes[0])

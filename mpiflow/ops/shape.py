@@ -17,6 +17,7 @@ from mpiflow.ops.base import Gradients, Tensors, apply, dim_index, refusal
 class Cast(Op):
     """The same values in another dtype."""
 
+    precision = "any"
     dtype: str
     rule = "... -> ..."
 
@@ -39,6 +40,7 @@ class Cast(Op):
 class Identity(Op):
     """A copy."""
 
+    precision = "follow"
     rule = "... -> ..."
     linear = ((0,),)
     inplace = ((0, 0),)
@@ -54,6 +56,7 @@ class Identity(Op):
 class StopGradient(Op):
     """The same value, through which no gradient flows."""
 
+    precision = "follow"
     rule = "... -> ..."
     linear = ((0,),)
     inplace = ((0, 0),)
@@ -69,6 +72,7 @@ class StopGradient(Op):
 class Permute(Op):
     """The dims in another order: output dim i is input dim `order[i]`."""
 
+    precision = "follow"
     order: tuple[int, ...]
     linear = ((0,),)
 
@@ -94,6 +98,7 @@ class Reshape(Op):
     be split: (n, c, h) -> (n, c*h) keeps a batch split and allows one of c.
     """
 
+    precision = "follow"
     shape: tuple[int, ...]
     linear = ((0,),)
 

@@ -29,6 +29,12 @@ def update(name, scalars, kept, *, shape=(5, 3), dtype="float64", **attributes):
     return made(name, *arrays, **attributes)
 
 
+def not_finite(*shape):
+    flat = array(*shape, dtype="float32").reshape(-1).copy()
+    flat[[0, 2, -1]] = np.inf, np.inf, -np.inf
+    return flat.reshape(shape)
+
+
 def schedule(name, *steps, **attributes):
     return [made(name, step(count), **attributes) for count in steps]
 
@@ -59,6 +65,9 @@ EXAMPLES = {
                    for v in ((0.1, 4.0, 9.0), (0.1, 0.0, 9.0), (0.1, 4.0, 0.0))
                    for d in ("float32", "float64")]
                   + [made("TrustRatio", *map(scalar, (0.1, 4.0, 9.0)), trust=0.001, decay=0.1)],
+    "CountNonFinite": [made("CountNonFinite", not_finite(*shape)) for shape in ((5, 3), (7,))],
+    "NextLossScale": [made("NextLossScale", *map(scalar, v), interval=3, most=64.0)
+                      for v in ((0.0, 8.0, 1.0), (0.0, 64.0, 2.0), (2.0, 8.0, 2.0))],
     "BiasCorrection": schedule("BiasCorrection", 0, 9, beta=0.9),
     "Constant": schedule("Constant", 0, 3, lr=0.1) + schedule("Constant", 0, 9, lr=0.1, warmup=5),
     "StepDecay": schedule("StepDecay", 2, 3, 7, lr=0.1, every=3, factor=0.5, warmup=2),
@@ -81,4 +90,5 @@ LARGE_EXAMPLES = {
                     [LARGE, LARGE, (), (), (), LARGE, LARGE, LARGE])],
     "AdamSquares": [({"clipped": True}, [LARGE, LARGE, (), (), (), LARGE, LARGE])],
     "SumOfSquares": [({}, [LARGE])],
+    "CountNonFinite": [({}, [LARGE])],
 }  # fmt: skip

@@ -1,0 +1,56 @@
+"""Dynamic loss scaling in the graph: a bad step is skipped by all ranks together."""
+
+from __future__ import annotations
+
+from mpiflow.graph.graph import Graph, Variable
+from mpiflow.graph.tensor import Tensor
+from mpiflow.ops.base import apply
+from mpiflow.ops.elementwise import add, multiply
+from mpiflow.ops.index import equal
+from mpiflow.ops.random import Fill, fill
+from mpiflow.ops.scaling import CountNonFinite, NextLossScale
+from mpiflow.ops.select import where
+
+SCALE, GOOD = "loss_scale", "loss_scale.good_steps"
+SKIPPED = "skipped"
+"""The output that is 1 where a step changed no weight."""
+_FIRST, _MOST, _INTERVAL = 2.0**16, 2.0**24, 2000
+
+
+class LossScale:
+    """Multiplies the loss, divides the gradients, and holds back what a bad step would change."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.scale = graph.variable(SCALE, (), init=Fill((), _FIRST), trainable=False)
+        self.good = graph.variable(GOOD, (), init=Fill((), 0.0), trainable=False)
+
+    def loss(self) -> Tensor:
+        """What is differentiated instead of the loss."""
+        return multiply(self.graph.outputs["loss"], self.scale)
+
+    def unscale(self, gradients: dict[Variable, Tensor]) -> dict[Variable, Tensor]:
+        """The gradients of the loss itself; counts what is not finite in them."""
+        with self.graph.scope(SCALE):
+            counts = [apply(CountNonFinite(), g) for g in gradients.values()]
+            bad = counts[0]
+            for count in counts[1:]:
+                bad = add(bad, count)
+            self.fine = equal(bad, fill((), 0.0))
+            scale, good = self.graph.add(
+                NextLossScale(_INTERVAL, _MOST), bad, self.scale, self.good
+            )
+            self.graph.outputs[SCALE] = self.scale
+            self.graph.outputs[SKIPPED] = where(self.fine, fill((), 0.0), fill((), 1.0))
+            self.graph.assign(self.scale, scale)
+            self.graph.assign(self.good, good)
+            inverse = 1.0 / self.scale
+            return {v: multiply(g, inverse) for v, g in gradients.items()}
+
+    def guard(self, before: set[str]) -> None:
+        """Let every variable that was not assigned `before` change in good steps only."""
+        for name in [name for name in self.graph.assigns if name not in before]:
+            old = self.graph.variables[name].tensor
+            with self.graph.scope(SCALE):
+                kept = where(self.fine, self.graph.assigns[name], old)
+            self.graph.assigns[name] = kept
