@@ -35,7 +35,8 @@ def bucket(program: Program, mesh: Mesh, machine: Machine) -> Program:
     buckets: list[_Bucket] = []
     for task in candidates:
         size = registers[task.inputs[0]].nbytes
-        if size:
+        # What is the result of another reduction lies where that one has it.
+        if size and not registers[task.inputs[0]].aliases:
             _put(task, size, registers, limit, before, buckets)
     merged = {t.name: b for b in buckets if len(b.tasks) > 1 for t in b.tasks}
     tasks: list[Task] = []

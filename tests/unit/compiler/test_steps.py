@@ -5,9 +5,11 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from jobs import classifier_plan, compile_for, digits, digits_plan
+from jobs import CLASSES, classifier_plan, compile_for, digits, digits_plan
 from mutants import Facts
 
+import mpiflow as mf
+from mpiflow import nn
 from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.lower import Builder
@@ -22,6 +24,7 @@ from mpiflow.ops.elementwise import Add, Scale
 from mpiflow.ops.reduction import Expand, ReduceSum
 from mpiflow.ops.shape import StopGradient
 from mpiflow.plan.records import Output, Program, Task
+from mpiflow.plan.verify import verify
 
 MACHINE = find_machine("cpu")
 PLANS = {
@@ -259,3 +262,17 @@ def test_a_chain_of_many_of_collectives_is_placed():
     program = Program("train", 4, tuple(registers), tuple(tasks), ())
     program = replace(program, order=(("compute", (0,)), ("comm.data", tuple(range(1, 1201)))))
     assert len(blocks_of(program, set())) == 1201
+
+
+def test_a_gradient_partial_over_two_axes_is_bucketed_on_one_of_them():
+    """Its second reduction works in place on the first one's result, which a bucket has placed."""
+
+    def model(batch):
+        x = mf.cast(batch["image"], "float32")
+        for i in range(3):
+            x = mf.relu(nn.Dense(256, name=f"d{i}")(x))
+        logits = nn.Dense(CLASSES, name="out")(x)
+        return {"loss": mf.mean(mf.cross_entropy(logits, batch["label"]))}
+
+    job = mf.Job("deep", model, train=mf.Dataset("x", batch=1024), optimizer=mf.SGD(lr=0.1))
+    verify(compile_for("data=2,model=2", job, rows=2048, features=64))
