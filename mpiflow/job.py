@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mpiflow.errors import JobError
 from mpiflow.graph.tensor import Tensor
@@ -35,9 +37,10 @@ class Dataset:
     make: Callable[[Path], None] | None = None
 
     def __post_init__(self) -> None:
+        _check_kind("Dataset: the pattern", self.pattern, str)
         for name in ("batch", "lanes", "window"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise JobError(f"Dataset {self.pattern!r}: {name} must be at least 1, not {value}")
         _check_seed(f"Dataset {self.pattern!r}", self.seed)
         if self.rows is not None and self.fields is None:
@@ -57,7 +60,9 @@ class Every:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.epochs, self.minutes) < 0 or self.keep < 1:
+        for name in ("steps", "epochs", "keep"):
+            _check_kind(f"Every: {name}", getattr(self, name), int)
+        if min(self.steps, self.epochs) < 0 or self.keep < 1 or not 0 <= self.minutes < math.inf:
             raise JobError(f"{self}: counts are not negative, and at least one checkpoint is kept")
 
 
@@ -100,6 +105,7 @@ class Job:
     precision: str = "float32"
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if not self.name[:1].isalnum() or not all(c.isalnum() or c in "-_." for c in self.name):
             raise JobError(
                 f"job name {self.name!r}: use letters, digits, '-', '_' and '.', and begin with a"
@@ -121,6 +127,21 @@ class Job:
         if self.best and not self.evaluations:
             raise JobError(f"job {self.name}: best={self.best.metric!r} needs evaluate=")
 
+    def _check_kinds(self) -> None:
+        what = f"job {self.name}: "
+        _check_kind("job: the name", self.name, str)
+        _check_kind(f"{what}model", self.model, Callable)
+        _check_kind(f"{what}train", self.train, Dataset)
+        _check_kind(f"{what}optimizer", self.optimizer, Optimizer)
+        if not isinstance(self.evaluate, Dataset | Mapping | None):
+            _check_kind(f"{what}evaluate", self.evaluate, Dataset)
+        for name, data in self.evaluations.items():
+            _check_kind(f"{what}evaluate[{name!r}]", data, Dataset)
+        _check_kind(f"{what}save", self.save, Every)
+        _check_kind(f"{what}evaluate_every", self.evaluate_every, Every)
+        if self.best is not None:
+            _check_kind(f"{what}best", self.best, Best)
+
     @property
     def evaluations(self) -> dict[str, Dataset]:
         """The evaluation data sets by name; a single one is named "evaluate"."""
@@ -129,6 +150,11 @@ class Job:
         if isinstance(self.evaluate, Dataset):
             return {"evaluate": self.evaluate}
         return dict(self.evaluate)
+
+
+def _check_kind(what: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise JobError(f"{what} must be of {kind.__name__}, it is {value!r}")
 
 
 def _check_seed(what: str, seed: int) -> None:

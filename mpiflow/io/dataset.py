@@ -107,8 +107,8 @@ def _check_numbers(record: DataSet, drop: bool) -> None:
             f"{where}: {record.lanes} lanes cannot share a batch of {record.batch} rows; "
             f"use 1 to {record.batch} lanes"
         )
-    if not 0 <= record.seed < 1 << 64:
-        raise DataError(f"{where}: seed {record.seed} is outside 0 to 2**64 - 1")
+    if not 0 <= record.seed < 1 << 63:
+        raise DataError(f"{where}: seed {record.seed} is outside 0 to 2**63 - 1")
 
 
 def check_files(dataset: DataSet, folder: Path) -> None:

@@ -160,6 +160,8 @@ def _encode(value: Any, kind: Any, path: str) -> Any:
         return {key: _encode_free(item, f"{path}.{key}") for key, item in value.items()}
     if kind is float and type(value) in (int, float) and isfinite(value):
         return float(value)
+    if kind is int and type(value) is int and not 0 <= value <= _LARGEST:
+        raise PlanError(f"{path} is {value}; a plan holds integers from 0 to {_LARGEST}")
     if type(value) is not kind:
         raise PlanError(f"{path} is {value!r} of {type(value).__name__}, not {kind.__name__}")
     return value

@@ -85,6 +85,13 @@ def test_a_file_that_spells_out_defaults_is_refused():
         store.loads(store._dump(data))
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_no_plan_is_written_that_could_not_be_read(tmp_path, seed):
+    with pytest.raises(PlanError, match=f"seed is {seed}; a plan holds integers from 0"):
+        store.save(replace(PLAN, seed=seed), tmp_path / "x.plan")
+    assert not list(tmp_path.iterdir())
+
+
 BAD = [
     ("programs[1].tasks[3].workspace", "x", "is text 'x', not a list"),
     ("programs[1].tasks[3].workspace", [1], "has 1 items, not 2"),
