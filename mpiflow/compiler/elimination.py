@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from mpiflow.errors import CompileError
 
 Table = NDArray[np.float64]
+Indices = NDArray[np.intp]
+_NEVER = 1e9
+"""Stands for an infinite cost in differences."""
 _LIMIT = 3e8
 """The largest joint table, in entries."""
 
@@ -59,11 +62,63 @@ def minimise(
     unary: list[Table], pairs: dict[tuple[int, int], Table]
 ) -> tuple[tuple[int, ...], float]:
     """The best choice for each variable, and the sum; ties go to the earlier choice."""
-    sizes = [len(costs) for costs in unary]
+    costs = [np.asarray(c, np.float64) for c in unary]
+    tables = {scope: np.asarray(pairs[scope], np.float64) for scope in sorted(pairs)}
+    kept = undominated(costs, tables)
+    costs = [c[k] for c, k in zip(costs, kept, strict=True)]
+    tables = {(a, b): t[np.ix_(kept[a], kept[b])] for (a, b), t in tables.items()}
+    chosen, total = _eliminate_all(costs, tables)
+    return tuple(int(k[i]) for k, i in zip(kept, chosen, strict=True)), total
+
+
+def undominated(costs: list[Table], tables: dict[tuple[int, int], Table]) -> list[Indices]:
+    """The choices of each variable that may be in the best assignment.
+
+    A choice goes if another costs no more whatever the neighbours choose (dead-end elimination,
+    Goldstein 1994): c[other] - c[choice] + sum over neighbours of max(t[other] - t[choice]) <= 0.
+    """
+    around: list[dict[int, Table]] = [{} for _ in costs]
+    for (a, b), table in tables.items():
+        table = np.minimum(table, _NEVER)
+        around[a][b], around[b][a] = table, table.T
+    kept: list[Indices] = [np.arange(len(c)) for c in costs]
+    waiting = dict.fromkeys(range(len(costs)))
+    while waiting:
+        variable = next(iter(waiting))
+        del waiting[variable]
+        survivors = _survivors(variable, costs, around, kept)
+        if len(survivors) < len(kept[variable]):
+            kept[variable] = survivors
+            waiting.update(dict.fromkeys(around[variable]))
+    return kept
+
+
+def _survivors(
+    variable: int, costs: list[Table], around: list[dict[int, Table]], kept: list[Indices]
+) -> Indices:
+    own = kept[variable]
+    if len(own) == 1:
+        return own
+    cost = np.minimum(costs[variable][own], _NEVER)
+    worst = cost[:, None] - cost[None, :]  # how much row costs more than column, at the worst
+    for other, table in around[variable].items():
+        part = table[np.ix_(own, kept[other])]
+        worst = worst + (part[:, None, :] - part[None, :, :]).max(-1)
+    better = worst <= 0
+    np.fill_diagonal(better, False)
+    # Of two that are equal in every way, the earlier stays.
+    better &= ~(better.T & np.tri(len(own), k=-1, dtype=bool))
+    return own[~better.any(0)]
+
+
+def _eliminate_all(
+    costs: list[Table], tables: dict[tuple[int, int], Table]
+) -> tuple[tuple[int, ...], float]:
+    sizes = [len(c) for c in costs]
     problem = _Problem(sizes, [{} for _ in sizes])
     total = 0.0
-    factors = [_Factor((i,), np.asarray(costs, np.float64)) for i, costs in enumerate(unary)]
-    factors += [_Factor(scope, np.asarray(t, np.float64)) for scope, t in sorted(pairs.items())]
+    factors = [_Factor((i,), c) for i, c in enumerate(costs)]
+    factors += [_Factor(scope, t) for scope, t in tables.items()]
     for factor in map(_without_singletons, factors):
         if factor.scope:
             problem.add(factor)
@@ -72,25 +127,24 @@ def minimise(
     choice = {i: 0 for i, size in enumerate(sizes) if size == 1}
     queue = [(problem.weight(v), v) for v in range(len(sizes)) if v not in choice]
     heapq.heapify(queue)
-    eliminated: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
+    eliminated: list[tuple[int, tuple[int, ...], Indices]] = []
     gone: set[int] = set()
     while queue:
-        stale, variable = heapq.heappop(queue)
-        weight = problem.weight(variable) if variable not in gone else 0
-        if variable in gone or weight > stale:
-            if weight:
-                heapq.heappush(queue, (weight, variable))
-            continue
+        weight, variable = heapq.heappop(queue)
+        if variable in gone or weight != problem.weight(variable):
+            continue  # an older entry of one whose neighbours have changed
         gone.add(variable)
         neighbours, best, rest = _eliminate(problem, variable)
         eliminated.append((variable, neighbours, best))
         if neighbours:
             problem.add(_Factor(neighbours, rest))
+            for v in neighbours:
+                heapq.heappush(queue, (problem.weight(v), v))
         else:
             total += float(rest)
     for variable, neighbours, best in reversed(eliminated):
         choice[variable] = int(best[tuple(choice[v] for v in neighbours)])
-    return tuple(choice[i] for i in range(len(unary))), total
+    return tuple(choice[i] for i in range(len(costs))), total
 
 
 def _without_singletons(factor: _Factor) -> _Factor:
@@ -99,7 +153,7 @@ def _without_singletons(factor: _Factor) -> _Factor:
     return _Factor(kept, factor.table.reshape([n for n in factor.table.shape if n > 1]))
 
 
-def _eliminate(problem: _Problem, variable: int) -> tuple[tuple[int, ...], NDArray[np.intp], Table]:
+def _eliminate(problem: _Problem, variable: int) -> tuple[tuple[int, ...], Indices, Table]:
     """The neighbours, the best choice for each of their joint choices, and what it costs."""
     neighbours = problem.neighbours(variable)
     scope = (*neighbours, variable)

@@ -22,6 +22,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.errors import CompileError, SbpError
 from mpiflow.graph.graph import Graph, Hint, Node, Variable
 from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.rule import Signature
 from mpiflow.graph.sbp import B, Layout, Partial, S, Sbp, layout_text
 from mpiflow.graph.tensor import Tensor
 
@@ -92,6 +93,9 @@ class _Solver:
         self.batch, self.fixed = batch, variables
         self.live = graph.live()
         self.values = set(graph.assigns.values())
+        hints = [*graph.hints.values(), *(v.hint for v in graph.variables.values())]
+        # A hint for all axes, or for this one, may ask for any split over it.
+        self.hinted = any(h is not None and (not isinstance(h, dict) or DATA in h) for h in hints)
         self.domains: list[list[Choice]] = []
         # Repeated layers ask the same again: domains by (op, shapes, dtypes), prices beside them.
         self.known: dict[Any, tuple[list[Choice], Table]] = {}
@@ -175,11 +179,28 @@ class _Solver:
             raise SbpError(f"{tensor.name} is stored, so it cannot be {hint}\n  {tensor.where}")
         return layout
 
+    def _on_axis(self, axis: int, signatures: tuple[Signature, ...]) -> tuple[Signature, ...]:
+        """The signatures to consider on an axis.
+
+        What the `data` axis splits is the batch, the first dim. Without hints that say otherwise
+        its other splits are left out, which keeps the choice on two axes small.
+        """
+        name, size = self.mesh.axes[axis]
+        if size == 1:
+            return signatures[:1]
+        if name != DATA or len(self.mesh.axes) == 1 or self.hinted:
+            return signatures
+        return tuple(
+            signature
+            for signature in signatures
+            if all(not isinstance(x, S) or x.dim == 0 for x in signature.inputs + signature.outputs)
+        )
+
     def _node_domain(self, node: Node) -> list[Choice]:
         signatures = node.op.signatures(
             tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
         )
-        per_axis = [signatures if size > 1 else signatures[:1] for size in self.mesh.sizes]
+        per_axis = [self._on_axis(axis, signatures) for axis in range(len(self.mesh.axes))]
         hint = self.graph.hints.get(node.outputs[0].name)
         wanted = hinted(hint, self.mesh, node.outputs[0]) if hint is not None else None
         domain = []

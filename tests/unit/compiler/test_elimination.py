@@ -3,7 +3,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mpiflow.compiler.elimination import minimise
+from mpiflow.compiler.elimination import minimise, undominated
 
 
 def cost(unary, pairs, choice):
@@ -42,3 +42,33 @@ def test_a_long_ladder_is_solved():
     choice, total = minimise(unary, pairs)
     assert cost(unary, pairs, choice) == pytest.approx(total)
     assert total < cost(unary, pairs, (0,) * 200)
+
+
+def test_choices_that_cannot_be_best_are_left_out_and_the_best_stays():
+    draw = np.random.default_rng(3)
+    for _ in range(100):
+        sizes = draw.integers(1, 5, draw.integers(2, 6))
+        costs = [draw.integers(0, 6, n).astype(float) for n in sizes]
+        tables = {
+            (i, j): draw.integers(0, 3, (sizes[i], sizes[j])).astype(float)
+            for i in range(len(sizes)) for j in range(i + 1, len(sizes)) if draw.random() < 0.6
+        }  # fmt: skip
+        kept = undominated(costs, tables)
+
+        def total(choice, costs=costs, tables=tables):
+            pairs = sum(t[choice[a], choice[b]] for (a, b), t in tables.items())
+            return sum(c[i] for c, i in zip(costs, choice, strict=True)) + pairs
+
+        best = min(map(total, product(*map(range, sizes))))
+        assert min(map(total, product(*kept))) == best
+        assert all(len(k) for k in kept)
+
+
+def test_of_equal_choices_the_first_stays():
+    kept = undominated([np.zeros(3), np.zeros(2)], {(0, 1): np.zeros((3, 2))})
+    assert [k.tolist() for k in kept] == [[0], [0]]
+
+
+def test_a_choice_that_cannot_be_converted_is_never_taken():
+    table = np.array([[np.inf, 1.0], [np.inf, 5.0]])
+    assert minimise([np.array([3.0, 0.0]), np.array([0.0, 0.0])], {(0, 1): table})[0] == (0, 1)
