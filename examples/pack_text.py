@@ -28,17 +28,20 @@ def folder_of(model: str, vocabulary: int, length: int) -> str:
 def chain(tokens: int, vocabulary: int, seed: int) -> np.ndarray:
     """A text without meaning: each token has four successors, taken with falling probability.
 
-    The next token is 1.21 nats uncertain; one that is guessed by its frequency, about log v.
+    The next token is at most 1.21 nats uncertain; one that is guessed by its frequency, about log v. Each
+    passage has one of four topics, with words of its own.
     """
+    topics, passage = 4, 300
+    words = (vocabulary - SPECIAL) // topics
+    follows = np.random.default_rng(0).integers(0, words, (topics, words, 4))
     draw = np.random.default_rng(seed)
-    words = vocabulary - SPECIAL
-    follows = np.random.default_rng(0).integers(0, words, (words, 4))
+    topic = np.repeat(draw.integers(0, topics, tokens // passage + 1), passage)[:tokens]
     choices = draw.choice(4, size=tokens, p=(0.5, 0.25, 0.15, 0.1))
     text = np.empty(tokens, np.int64)
     state = 0
     for i, choice in enumerate(choices):
-        state = text[i] = follows[state, choice]
-    return text + SPECIAL
+        state = text[i] = follows[topic[i], state, choice]
+    return SPECIAL + topic * words + text
 
 
 def gpt_rows(text: np.ndarray, length: int) -> dict[str, np.ndarray]:

@@ -15,8 +15,10 @@ from mpiflow.jobfile import load_job
 from mpiflow.plan.records import DataSet, Field
 
 sys.path.insert(0, str(EXAMPLES))
+import pack_clicks
 import pack_faces
 import pack_fashion
+import pack_field
 import pack_text
 
 ROWS = 36
@@ -47,6 +49,16 @@ CASES = {
         "faces",
         ("batch=7", "warmup=2", "classes=9", "dtype=float64"),
         lambda: pack_faces.draw_views(9, 4, seed=3),
+    ),
+    "widedeep": (
+        "widedeep",
+        ("batch=12", "warmup=2"),
+        lambda: pack_clicks.draw_clicks(200, ROWS, seed=3)[0],
+    ),
+    "field": (
+        "field",
+        ("batch=6", "warmup=2", "size=8"),
+        lambda: pack_field.draw_fields(8, ROWS, seed=3),
     ),
 }
 """Name -> example, its settings, and its rows."""

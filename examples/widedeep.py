@@ -1,0 +1,71 @@
+"""Predicts clicks from ids and numbers. mpiexec -n 2 mpiflow run examples/widedeep.py
+
+python examples/widedeep.py run/widedeep/metrics.jsonl     the AUC of each evaluation of that run
+mpiflow plan examples/widedeep.py --mesh data=4,model=64 --set table=1000000000
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pack_clicks
+
+import mpiflow as mf
+from mpiflow.models.widedeep import WideDeep, auc, histograms
+
+LARGE = 1_000_000
+"""A table from so many rows on has no generated log: such a job is planned, not run here."""
+
+
+def job(
+    table: int = 200,
+    width: int = 8,
+    rows: int = 0,
+    batch: int = 256,
+    lr: float = 0.01,
+    warmup: int = 20,
+    epochs: int = 4,
+    seed: int = 0,
+) -> mf.Job:
+    """`table`: rows of the largest table. `rows`: of the log, to plan without its files."""
+    tables = pack_clicks.tables_of(table)
+    ids = [f"id{i}" for i in range(len(tables))]
+    fields = {name: ((), "int64") for name in ids}
+    fields |= {"numbers": ((pack_clicks.NUMBERS,), "float32"), "click": ((), "uint8")}
+    folder = pack_clicks.folder_of(table)
+    if table < LARGE:
+        make = partial(pack_clicks.generate, table=table)
+        data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
+    else:
+        data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**9)
+    network = WideDeep(tables, width, (64, 32), axis="model")
+
+    def model(batch):
+        logits = network([batch[name] for name in ids], batch["numbers"])
+        click = batch["click"]
+        outputs = {"loss": mf.mean(mf.binary_cross_entropy(logits, click))}
+        if not mf.is_training():
+            outputs |= histograms(logits, click)
+        return outputs
+
+    return mf.Job(
+        "widedeep",
+        model,
+        train=data(f"{folder}/train-*.h5", shuffle=True, seed=seed),
+        evaluate=data(f"{folder}/test-*.h5") if table < LARGE else None,
+        epochs=epochs,
+        optimizer=mf.Adam(lr=mf.Cosine(lr, warmup=warmup)),
+        seed=seed,
+    )
+
+
+def main() -> None:
+    for line in Path(sys.argv[1]).read_text().splitlines():
+        row = json.loads(line)
+        if "evaluation" in row:
+            print(f"step {row['step']}: loss {row['loss']:.4f}, AUC {auc(row):.4f}")
+
+
+if __name__ == "__main__":
+    main()
