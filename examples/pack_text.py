@@ -28,8 +28,8 @@ def folder_of(model: str, vocabulary: int, length: int) -> str:
 def chain(tokens: int, vocabulary: int, seed: int) -> np.ndarray:
     """A text without meaning: each token has four successors, taken with falling probability.
 
-    The next token is at most 1.21 nats uncertain; one that is guessed by its frequency, about log v. Each
-    passage has one of four topics, with words of its own.
+    The next token is at most 1.21 nats uncertain; one that is guessed by its frequency, about
+    log v. Each passage has one of four topics, with words of its own.
     """
     topics, passage = 4, 300
     words = (vocabulary - SPECIAL) // topics

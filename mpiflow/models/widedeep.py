@@ -52,7 +52,7 @@ def histograms(logits: mf.Tensor, label: mf.Tensor) -> dict[str, mf.Tensor]:
     bucket = mf.cast(mf.sigmoid(logits) * float(BUCKETS), "int32")
     hits = mf.one_hot(mf.clip(bucket, high=BUCKETS - 1), BUCKETS)
     click = mf.reshape(mf.cast(label, "float32"), (-1, 1))
-    outputs = {}
+    outputs: dict[str, mf.Tensor] = {}
     for name, weight in (("click", click), ("other", 1.0 - click)):
         counts = mf.unstack(mf.reduce_sum(hits * weight, 0))
         outputs |= {f"{name}{i:02}": mf.total(count) for i, count in enumerate(counts)}
