@@ -143,6 +143,7 @@ def diff(options: Namespace) -> int:
 def _load(path: str) -> Plan:
     from mpiflow.plan import store
     from mpiflow.plan.verify import verify
+    from mpiflow.plan.verify_ops import verify_ops
     from mpiflow.plan.verify_run import verify_run
 
     if not Path(path).is_file():
@@ -152,6 +153,7 @@ def _load(path: str) -> Plan:
     made = store.load(path, version=__version__)
     verify(made)
     verify_run(made)
+    verify_ops(made)
     return made
 
 

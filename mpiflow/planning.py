@@ -13,6 +13,7 @@ from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.tensor import DTYPES
 from mpiflow.job import Dataset, Job
 from mpiflow.plan.records import DataSet, Plan
+from mpiflow.plan.verify_ops import verify_ops
 from mpiflow.plan.verify_run import verify_run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -54,6 +55,7 @@ def make_plan(
         observe=observe,
     )
     verify_run(plan)
+    verify_ops(plan)
     return plan
 
 

@@ -97,7 +97,7 @@ def _prepare_folder(plan: Plan, options: Options, lock: RunLock) -> Start:
         remarks.append(f"dropped the metrics of {dropped} steps after step {start.step}")
     space.check_space(folder, space.required_bytes(plan.variables, plan.mesh.size))
     store.save(plan, options.out / PLAN)
-    _write_provenance(plan, options.out)
+    remarks += _write_provenance(plan, options.out)
     with suppress(FileNotFoundError):
         (options.out / FAILURE).unlink()
     return replace(start, remarks=(*start.remarks, *remarks))
@@ -149,7 +149,8 @@ def _move_aside(out: Path) -> Path:
     return target
 
 
-def _write_provenance(plan: Plan, out: Path) -> None:
+def _write_provenance(plan: Plan, out: Path) -> list[str]:
+    """Add this start to the history; gives a remark where that was damaged."""
     entry = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -163,5 +164,11 @@ def _write_provenance(plan: Plan, out: Path) -> None:
         "program": store.program_digest(plan),
     }
     path = out / PROVENANCE
-    history = json.loads(path.read_text()) if path.exists() else []
+    history, remarks = [], []
+    if path.exists():
+        try:
+            history = list(json.loads(path.read_text(errors="replace")))
+        except (ValueError, TypeError):
+            remarks.append(f"{path} was damaged; it begins anew")
     space.write_text(path, json.dumps([*history, entry], indent=1))
+    return remarks

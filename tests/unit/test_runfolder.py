@@ -187,6 +187,15 @@ def test_other_data_are_refused_before_anything_is_written(plan_of, prepare, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("content", ["{", "", "3"])
+def test_a_damaged_provenance_is_told_and_holds_nothing_up(plan_of, prepare, tmp_path, content):
+    plan = plan_of()
+    prepare(plan)
+    (tmp_path / "run" / runfolder.PROVENANCE).write_text(content)
+    assert "provenance.json was damaged" in prepare(plan).remarks[0]
+    assert len(json.loads((tmp_path / "run" / runfolder.PROVENANCE).read_text())) == 1
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_in_which_a_run_is_at_work_is_refused(plan_of, tmp_path, fresh):
     plan, options = plan_of(), Options(tmp_path / "run", tmp_path)
