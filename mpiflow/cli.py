@@ -20,10 +20,9 @@ from mpiflow.version import __version__
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code: 0 done, 1 error, 2 usage, 75 stopped as asked."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--json" in given and not {"-h", "--help"} & set(given):
-        return _main_json(given)
     try:
-        code = _run(given)[1]
+        json_wanted = "--json" in given and not {"-h", "--help"} & set(given)
+        code = _main_json(given) if json_wanted else _run(given)[1]
         sys.stdout.flush()
         return code
     except MpiflowError as error:

@@ -5,6 +5,7 @@ A command imports what it needs when it runs: planning must work where mpi4py an
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from argparse import Namespace
@@ -45,8 +46,9 @@ def plan(options: Namespace) -> None:
     print(f"\ncompiled in {seconds:.2f} s")
     if options.output:
         size = text.size_text(Path(options.output).stat().st_size)
+        name = shlex.quote(options.output)
         print(f"wrote {options.output} ({size}); start it with"
-              f" mpiexec -n {made.mesh.size} mpiflow run {options.output}")  # fmt: skip
+              f" mpiexec -n {made.mesh.size} mpiflow run {name}")  # fmt: skip
 
 
 def _plan_after(options: Namespace) -> None:

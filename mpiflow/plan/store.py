@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from hashlib import sha256
@@ -77,17 +78,22 @@ def dumps(plan: Plan) -> bytes:
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan's file; it is complete under its name or not there at all."""
+    """Write the plan's file; it is complete under its name or not there at all.
+
+    PlanError where the file system refuses it.
+    """
     content = dumps(plan)
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def load(path: str | os.PathLike[str], *, version: str = "") -> Plan:

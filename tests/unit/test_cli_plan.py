@@ -339,3 +339,18 @@ def test_the_text_says_how_to_start_it(call):
     code, out, _ = call("check", "a.plan")
     assert code == 0
     assert "data as planned: train 33 rows, evaluate 11 rows" in out
+
+
+def test_the_command_that_is_shown_can_be_copied_where_a_name_has_spaces(call):
+    assert "mpiflow run 'my digits.plan'" in call("plan", "job.py", "--ranks", "2",
+                                                  "-o", "my digits.plan")[1]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(folder, option):
+    command = [sys.executable, "-m", "mpiflow", "plan", "job.py", "--ranks", "2", *option]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder,
+                          env=environment) as started:  # fmt: skip
+        started.stdout.close()
+        assert started.stderr.read() == b""

@@ -1,4 +1,5 @@
 import json
+import resource
 from dataclasses import replace
 from math import inf, nan
 
@@ -90,6 +91,21 @@ def test_no_plan_is_written_that_could_not_be_read(tmp_path, seed):
     with pytest.raises(PlanError, match=f"seed is {seed}; a plan holds integers from 0"):
         store.save(replace(PLAN, seed=seed), tmp_path / "x.plan")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_is_full_leaves_the_plan_that_was_there(tmp_path):
+    path = tmp_path / "x.plan"
+    store.save(PLAN, path)
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(PlanError, match=r"x\.plan: cannot be written: File too large"):
+            store.save(replace(PLAN, job="another"), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in tmp_path.iterdir()] == ["x.plan"]
+    assert path.read_bytes() == before
 
 
 BAD = [
