@@ -66,7 +66,7 @@ def plant():
     if rank != os.environ.get("PMI_RANK"):
         return
     at = int(at)
-    run, read, kernel, calls = Session.run, DatasetReader.read, Relu.kernel, []
+    run, read, bind, calls = Session.run, DatasetReader.read, Relu.bind, []
 
     def run_with_fault(self, program, step=0):
         if (program, step) == ("train", at):
@@ -83,16 +83,21 @@ def plant():
             raise OSError(5, "Input/output error")
         read(self, step, rows, out)
 
-    def kernel_with_fault(self, *arrays):
-        calls.append(arrays)
-        if len(calls) == at + 1:
-            raise FloatingPointError("planted")
-        kernel(self, *arrays)
+    def bind_with_fault(self, *arrays):
+        kernel = bind(self, *arrays)
+
+        def kernel_with_fault():
+            calls.append(arrays)
+            if len(calls) == at + 1:
+                raise FloatingPointError("planted")
+            kernel()
+
+        return kernel_with_fault
 
     if kind == "reader":
         DatasetReader.read = read_with_fault
     elif kind == "kernel":
-        Relu.kernel = kernel_with_fault
+        Relu.bind = bind_with_fault
     else:
         Session.run = run_with_fault
 
