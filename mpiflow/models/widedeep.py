@@ -27,6 +27,7 @@ class WideDeep:
     tables: tuple[int, ...]
     width: int = 16
     hidden: tuple[int, ...] = (256, 128)
+    dtype: str = "float32"
     axis: str | None = None
 
     def __call__(self, ids: Sequence[mf.Tensor], numbers: mf.Tensor) -> mf.Tensor:
@@ -42,7 +43,7 @@ class WideDeep:
     def _rows(self, part: str, width: int, ids: Sequence[mf.Tensor]) -> list[mf.Tensor]:
         sbp: Hint | None = {self.axis: mf.S(0)} if self.axis else None
         return [
-            nn.Embedding(rows, width, name=f"{part}_table{i}", sbp=sbp)(index)
+            nn.Embedding(rows, width, name=f"{part}_table{i}", dtype=self.dtype, sbp=sbp)(index)
             for i, (rows, index) in enumerate(zip(self.tables, ids, strict=True))
         ]
 
