@@ -145,7 +145,7 @@ def test_data_info_gives_one_object_and_fails_where_a_file_is_bad(json_of, folde
         (["plan", "job.py", "--ranks", 9], 1, "CompileError"),
         (["plan", "job.py", "--ranks", 2, "--data", "nowhere"], 1, "DataError"),
         (["plan", "job.py", "--ranks", 2, "-o", "."], 2, "UsageError"),
-        (["plan", "job.py", "--ranks", 2, "-o", "job.py/x"], 1, "MpiflowError"),
+        (["plan", "job.py", "--ranks", 2, "-o", "job.py/x"], 1, "PlanError"),
         (["check", "none.plan"], 2, "UsageError"),
         (["check", "train-000.h5"], 1, "PlanError"),
         (["simulate", "none.plan"], 2, "UsageError"),

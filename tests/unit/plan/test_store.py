@@ -179,7 +179,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
     with pytest.raises(PlanError):
         store.save(replace(PLAN, seed="x"), tmp_path / "a.plan")
     (tmp_path / "folder.plan").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(PlanError, match=r"folder\.plan: cannot be written: Is a directory"):
         store.save(PLAN, tmp_path / "folder.plan")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.plan", "folder.plan"]
     assert store.load(tmp_path / "a.plan") == PLAN
