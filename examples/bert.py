@@ -20,6 +20,7 @@ def job(
     warmup: int = 50,
     epochs: int = 20,
     seed: int = 0,
+    precision: str = "float32",
 ) -> mf.Job:
     """`rows`: how many there are, to plan a full size where the files are not (default 10^6)."""
     encoder = bert(size, vocabulary)
@@ -58,4 +59,5 @@ def job(
             groups=(mf.NO_DECAY,),
         ),
         seed=seed,
+        precision=precision,
     )

@@ -25,6 +25,7 @@ def job(
     warmup: int = 60,
     epochs: int = 4,
     seed: int = 0,
+    precision: str = "float32",
     dtype: str = "float32",
 ) -> mf.Job:
     """`margin`: arc or cos. `rows`: how many images there are, to plan without their files."""
@@ -57,4 +58,5 @@ def job(
         epochs=epochs,
         optimizer=mf.SGD(lr=mf.Cosine(lr, warmup=warmup), momentum=0.9, weight_decay=5e-4),
         seed=seed,
+        precision=precision,
     )

@@ -23,6 +23,7 @@ def job(
     warmup: int = 10,
     epochs: int = 12,
     seed: int = 0,
+    precision: str = "float32",
 ) -> mf.Job:
     """`rows`: how many volumes there are, to plan without their files (default 10^5)."""
     small = size < LARGE
@@ -54,4 +55,5 @@ def job(
         epochs=epochs,
         optimizer=mf.AdamW(lr=mf.Cosine(lr, warmup=warmup)),
         seed=seed,
+        precision=precision,
     )

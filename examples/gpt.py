@@ -20,6 +20,7 @@ def job(
     warmup: int = 50,
     epochs: int = 10,
     seed: int = 0,
+    precision: str = "float32",
 ) -> mf.Job:
     """`rows`: how many there are, to plan a full size where the files are not (default 10^6)."""
     decoder = gpt(size, vocabulary)
@@ -52,4 +53,5 @@ def job(
         ),
         save=mf.Every(epochs=1),
         seed=seed,
+        precision=precision,
     )

@@ -23,6 +23,7 @@ def job(
     warmup: int = 100,
     epochs: int = 5,
     seed: int = 0,
+    precision: str = "float32",
     dtype: str = "float32",
 ) -> mf.Job:
     """`model`: alexnet, vgg16, resnet18, resnet34 or resnet50, on images of size x size pixels.
@@ -59,4 +60,5 @@ def job(
             groups=(mf.NO_DECAY,),
         ),
         seed=seed,
+        precision=precision,
     )

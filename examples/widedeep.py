@@ -27,6 +27,7 @@ def job(
     warmup: int = 20,
     epochs: int = 4,
     seed: int = 0,
+    precision: str = "float32",
 ) -> mf.Job:
     """`table`: rows of the largest table. `rows`: of the log, to plan without its files."""
     tables = pack_clicks.tables_of(table)
@@ -57,6 +58,7 @@ def job(
         epochs=epochs,
         optimizer=mf.Adam(lr=mf.Cosine(lr, warmup=warmup)),
         seed=seed,
+        precision=precision,
     )
 
 

@@ -63,3 +63,11 @@ def test_a_full_size_is_planned_without_files(
         assert made["parameters"] == parameters
     assert made["predicted"]["peak_bytes"]["host"] > 4 * made["parameters"] / 4
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("example", RUNS)
+def test_an_example_is_planned_in_16_bits(tmp_path, capsys, example):
+    options = [part for setting in RUNS[example] for part in ("--set", setting)]
+    options += ["--set", "precision=bfloat16", "--data", str(tmp_path)]
+    code = main(["plan", str(EXAMPLES / f"{example}.py"), "--ranks", "2", *options, "--json"])
+    assert code == 0, capsys.readouterr().out
