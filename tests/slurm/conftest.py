@@ -18,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2")
+# The daemons are in sbin, which is not on every PATH.
+SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue")
 START_SECONDS = 30
 ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"}
@@ -111,14 +113,14 @@ class Slurm:
         return inherited | {
             "PYTHONPATH": str(ROOT),
             "SLURM_CONF": f"{self.folder}/slurm.conf",
-            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{SEARCH}",
         }
 
 
 @pytest.fixture(scope="session")
 def slurm():
     """A Slurm of two idle nodes; skips where it cannot be run."""
-    missing = [name for name in PROGRAMS if not shutil.which(name)]
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=SEARCH)]
     if missing:
         pytest.skip(f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge")
     if os.geteuid() != 0:
