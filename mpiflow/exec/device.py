@@ -44,7 +44,13 @@ class Cpu:
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """Zeroed bytes that begin at a cache line."""
-        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        try:
+            memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        except MemoryError:
+            raise PlanError(
+                f"the plan needs an arena of {nbytes} bytes, which this machine cannot give; plan"
+                " for more ranks, or with a smaller batch"
+            ) from None
         first = -memory.ctypes.data % _ALIGNMENT
         return memory[first : first + nbytes]
 

@@ -1,6 +1,6 @@
 """The documents are true: their programs are the files, their commands print what they say.
 
-Run this file (`python tests/unit/test_docs.py`) to write what the commands print now into the tour.
+Run this file (`python tests/mpi/test_docs.py`) to write what the commands print now into the tour.
 """
 
 import os
