@@ -26,7 +26,7 @@ def job(
     encoder = bert(size, vocabulary)
     length = encoder.positions
     fields = {
-        "tokens": ((length,), "uint16"),
+        "tokens": ((length,), pack_text.dtype_of(encoder.vocabulary)),
         "segment": ((length,), "uint8"),
         "label": ((length,), "int32"),
         "next": ((), "uint8"),

@@ -25,7 +25,7 @@ def job(
     """`rows`: how many there are, to plan a full size where the files are not (default 10^6)."""
     decoder = gpt(size, vocabulary)
     length = decoder.context + 1
-    fields = {"tokens": ((length,), "uint16")}
+    fields = {"tokens": ((length,), pack_text.dtype_of(decoder.vocabulary))}
     folder = pack_text.folder_of("gpt", decoder.vocabulary, length)
     if size == "tiny":
         make = partial(

@@ -25,6 +25,11 @@ def folder_of(model: str, vocabulary: int, length: int) -> str:
     return f"text/{model}-{vocabulary}x{length}"
 
 
+def dtype_of(vocabulary: int) -> str:
+    """The smallest dtype that holds every token."""
+    return "uint16" if vocabulary <= 1 << 16 else "uint32"
+
+
 def chain(tokens: int, vocabulary: int, seed: int) -> np.ndarray:
     """A text without meaning: each token has four successors, taken with falling probability.
 
@@ -44,10 +49,11 @@ def chain(tokens: int, vocabulary: int, seed: int) -> np.ndarray:
     return SPECIAL + topic * words + text
 
 
-def gpt_rows(text: np.ndarray, length: int) -> dict[str, np.ndarray]:
+def gpt_rows(text: np.ndarray, length: int, vocabulary: int) -> dict[str, np.ndarray]:
     """Consecutive pieces of the text, as `tokens` (n, length)."""
     rows = len(text) // length
-    return {"tokens": text[: rows * length].reshape(rows, length).astype(np.uint16)}
+    tokens = text[: rows * length].reshape(rows, length)
+    return {"tokens": tokens.astype(dtype_of(vocabulary))}
 
 
 def bert_rows(text: np.ndarray, length: int, vocabulary: int, seed: int) -> dict[str, np.ndarray]:
@@ -75,7 +81,7 @@ def bert_rows(text: np.ndarray, length: int, vocabulary: int, seed: int) -> dict
     replaced = chosen & (fate >= 0.9)
     tokens[replaced] = draw.integers(SPECIAL, vocabulary, replaced.sum())
     return {
-        "tokens": tokens.astype(np.uint16),
+        "tokens": tokens.astype(dtype_of(vocabulary)),
         "segment": segment.astype(np.uint8),
         "label": label.astype(np.int32),
         "next": follows.astype(np.uint8),
@@ -87,7 +93,7 @@ def write(text: np.ndarray, out: Path, model: str, vocabulary: int, length: int)
     cut = len(text) - len(text) // 10
     for seed, (name, part) in enumerate((("train", text[:cut]), ("test", text[cut:]))):
         if model == "gpt":
-            rows = gpt_rows(part, length)
+            rows = gpt_rows(part, length, vocabulary)
         else:
             rows = bert_rows(part, length, vocabulary, seed)
         pack(rows, out / f"{name}-*.h5", shards=4 if name == "train" else 1, overwrite=True)

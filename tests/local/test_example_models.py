@@ -27,7 +27,7 @@ ROWS = 36
 def text(model):
     words = pack_text.chain(ROWS * 33, 256, seed=3)
     if model == "gpt":
-        return pack_text.gpt_rows(words, 33)
+        return pack_text.gpt_rows(words, 33, 256)
     return pack_text.bert_rows(words, 33, 256, seed=0)
 
 

@@ -35,9 +35,17 @@ def test_a_generated_text_is_predicted_by_its_last_token(words):
 
 
 def test_rows_of_a_decoder_are_the_text(words):
-    tokens = pack_text.gpt_rows(words, 33)["tokens"]
+    tokens = pack_text.gpt_rows(words, 33, VOCABULARY)["tokens"]
     assert tokens.shape == (20_000 // 33, 33)
     assert np.array_equal(tokens.reshape(-1), words[: tokens.size])
+
+
+def test_tokens_of_a_large_vocabulary_are_not_cut():
+    text = np.array([1, 65_535, 65_536, 99_999])
+    for vocabulary, dtype in ((65_536, "uint16"), (100_000, "uint32")):
+        rows = pack_text.gpt_rows(text[text < vocabulary], 2, vocabulary)["tokens"]
+        assert rows.dtype == dtype
+        assert np.array_equal(rows.reshape(-1), text[: rows.size])
 
 
 def test_rows_of_bert_hide_what_is_to_be_found(words):
