@@ -92,7 +92,8 @@ class _Solver:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self.batch, self.fixed = batch, variables
         self.live = graph.live()
-        self.values = set(graph.assigns.values())
+        # A mean is summed over the ranks before it is scaled, so that a count is exact on any.
+        self.values = {*graph.assigns.values(), *graph.outputs.values()}
         hints = [*graph.hints.values(), *(v.hint for v in graph.variables.values())]
         # A hint for all axes, or for this one, may ask for any split over it.
         self.hinted = any(h is not None and (not isinstance(h, dict) or DATA in h) for h in hints)

@@ -310,3 +310,14 @@ def test_training_goes_on_after_evaluations_as_if_there_were_none():
         return found
 
     assert on_ranks(plan, work)[0] == losses(plan, 8)
+
+
+@pytest.mark.ranks(3)
+def test_a_share_of_hits_is_the_same_number_on_any_ranks():
+    """The count is summed over the ranks before it is divided: 1/n is rounded once."""
+
+    def shares(mesh):
+        results = on_ranks(classifier_plan(mesh, 130), evaluate)
+        return [outputs["accuracy"] for _, outputs in results[0]]
+
+    assert shares("data=1") == shares("data=2") == shares("data=3")
