@@ -23,7 +23,7 @@ def job(
     batch: int = 128,
     lr: float = 0.02,
     warmup: int = 100,
-    epochs: int = 5,
+    epochs: int = 8,
     seed: int = 0,
     precision: str = "float32",
     dtype: str = "float32",
