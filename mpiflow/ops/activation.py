@@ -93,13 +93,11 @@ class TanhGrad(GradientOfUnary):
 class Tanh(FloatElementwise):
     """The hyperbolic tangent."""
 
+    calls = "tanh"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (apply(TanhGrad(), dys[0], outputs[0]),)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.tanh(x, out=out)
 
 
 @op
@@ -289,13 +287,11 @@ class GeluTanhGrad(GradientOfUnary):
 class Absolute(FloatElementwise):
     """|x|."""
 
+    calls = "absolute"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (apply(AbsoluteGrad(), dys[0], inputs[0]),)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.absolute(x, out=out)
 
 
 @op

@@ -17,13 +17,12 @@ from mpiflow.ops.elementwise import Elementwise
 class Equal(Elementwise):
     """Whether x and y are equal; integers of any width compare exactly."""
 
+    calls = "equal"
+
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(dtypes)) > 1 and any(map(is_float, dtypes)):
             raise GraphError(f"Equal compares {dtypes[0]} with {dtypes[1]}; cast one")
         return ("bool",)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        shard.xp.equal(x, y, out=out)
 
 
 @op

@@ -60,14 +60,12 @@ class Logical(Elementwise):
 class LogicalNot(Elementwise):
     """Whether x is false."""
 
+    calls = "logical_not"
     inplace = ((0, 0),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         _require_bool(self, *dtypes)
         return ("bool",)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.logical_not(x, out=out)
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -131,6 +129,7 @@ class Keep(Elementwise):
 class Maximum(Arithmetic):
     """The larger of x and y."""
 
+    calls = "maximum"
     inplace = ((0, 0), (1, 0))
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
@@ -138,23 +137,18 @@ class Maximum(Arithmetic):
         dx, dy = (apply(LargerGrad(), dys[0], *pair) for pair in ((x, y), (y, x)))
         return reduce_to(dx, x.shape), reduce_to(dy, y.shape)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        shard.xp.maximum(x, y, out=out)
-
 
 @op
 class Minimum(Arithmetic):
     """The smaller of x and y."""
 
+    calls = "minimum"
     inplace = ((0, 0), (1, 0))
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         x, y = inputs
         dx, dy = (apply(LargerGrad(), dys[0], *pair) for pair in ((y, x), (x, y)))
         return reduce_to(dx, x.shape), reduce_to(dy, y.shape)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        shard.xp.minimum(x, y, out=out)
 
 
 @op
