@@ -3,7 +3,7 @@
 trace        call the model on symbolic inputs               trace.py
 check        what no single op can see                       graph/check.py
 differentiate  backward pass and updates                     differentiate.py
-precision    dtypes                                          precision.py
+precision    dtypes; 16-bit casts are made while tracing     precision.py
 recompute    which activations stay                          recompute.py
 stages       placement                                       stages.py
 signatures   layouts of nodes and variables                  signature.py
