@@ -1,5 +1,5 @@
 # make demo    train on handwritten digits with two ranks, from a plan compiled beforehand
-# make test    the checks below, then every test that this machine can run
+# make test    the checks below, then every test that this machine can run; PYTEST= options for it
 # make check   ruff and mypy
 # make clean   remove what these made, .venv included
 #
@@ -23,7 +23,7 @@ demo: digits/.packed
 	$(BIN)/mpiexec -n 2 $(BIN)/mpiflow run run/digits.plan --fresh
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""Ends every test session with one line that says how many tests ran on several ranks."""
+"""Ends every test session with one line that says how many tests ran on several ranks.
+
+--no-skips FOLDER lets the tests below a folder fail where they would be skipped.
+"""
 
 import pytest
 
@@ -35,5 +38,45 @@ class RankReport:
         )
 
 
+class NoSkips:
+    """Makes failures of skipped tests, and of skipped files of tests, below some folders."""
+
+    def __init__(self, folders):
+        self.folders = [f"{folder.rstrip('/')}/" for folder in folders]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self):
+        return self._checked((yield))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        return self._checked((yield))
+
+    def _checked(self, report):
+        forbidden = report.nodeid.startswith(tuple(self.folders))
+        if forbidden and report.skipped and not hasattr(report, "wasxfail"):
+            _, _, reason = report.longrepr
+            report.outcome = "failed"
+            report.longrepr = f"--no-skips: {report.nodeid} would be skipped. {reason}"
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, session, items):
+        for folder in self.folders:
+            if not session.testsfailed and not any(item.nodeid.startswith(folder) for item in items):
+                raise pytest.UsageError(f"--no-skips {folder}: there are no tests")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--no-skips",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="tests below this folder, relative to the root, fail where they would be skipped",
+    )
+
+
 def pytest_configure(config):
     config.pluginmanager.register(RankReport(config), "rank-report")
+    config.pluginmanager.register(NoSkips(config.getoption("--no-skips")), "no-skips")

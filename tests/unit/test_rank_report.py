@@ -1,4 +1,4 @@
-"""A test session ends with one line that counts the tests that ran on two or more ranks."""
+"""A test session ends with a line that counts tests on several ranks; skips may be forbidden."""
 
 import os
 import subprocess
@@ -25,6 +25,7 @@ def test_skipped(): pass
 
 def test_plain(): pass
 """
+SKIPPED = "import pytest\npytest.importorskip('no_such_module')\ndef test_it(): pass\n"
 FAILING = """
 @pytest.mark.ranks(3)
 def test_fails(): assert False
@@ -35,15 +36,17 @@ def test_error(broken): pass
 """
 
 
-def lines_of_session(folder, text):
+def session(folder, files, *options):
+    """A run of pytest, with the conftest of this project, on files (name -> text)."""
     (folder / "conftest.py").write_text(CONFTEST.read_text())
     (folder / "pytest.ini").write_text(CONFIG)
-    (folder / "test_it.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)]
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder), *options]
     # Without plugins it starts in half the time.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
-    return done.stdout.splitlines()
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,35 @@ def lines_of_session(folder, text):
     ids=["all pass", "some fail"],
 )
 def test_only_passed_tests_of_two_or_more_ranks_are_counted(text, line, tmp_path):
-    closing, last = lines_of_session(tmp_path, text)[-2:]
+    closing, last = session(tmp_path, {"test_it.py": text}).stdout.splitlines()[-2:]
     assert closing.startswith("====")
     assert "5 passed" in closing
     assert last == line
+
+
+PASSING = "def test_it(): pass\n"
+MARKED = TESTS.replace("@pytest.mark.ranks(4)", "")
+
+
+@pytest.mark.parametrize(
+    ("here", "message"),
+    [
+        (SKIPPED, "here/test_it.py would be skipped. Skipped: could not import 'no_such_module'"),
+        (MARKED, "here/test_it.py::test_skipped would be skipped."),
+        (None, "no-skips here/: there are no tests"),
+    ],
+    ids=["a file", "a test", "no file"],
+)
+def test_a_forbidden_skip_fails_the_session(here, message, tmp_path):
+    files = {"there/test_other.py": SKIPPED, "test_top.py": PASSING}
+    files |= {"here/test_it.py": here} if here else {}
+    done = session(tmp_path, files, "--no-skips", "here")
+    assert done.returncode
+    assert message in done.stdout + done.stderr
+
+
+def test_skips_elsewhere_are_no_failure(tmp_path):
+    files = {"here/test_it.py": PASSING, "there/test_other.py": SKIPPED}
+    done = session(tmp_path, files, "--no-skips", "here/")
+    assert not done.returncode, done.stdout
+    assert "1 passed, 0 failed, 1 skipped" in done.stdout
