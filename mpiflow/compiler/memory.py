@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpiflow.graph.op import build_op
 from mpiflow.plan.records import COMPUTE, READ, WRITE, Program, Register, Task, Variable
 
@@ -184,6 +187,9 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
     times = _Times(program)
     registers = {r.name: r for r in program.registers}
     root = {name: _root(registers, name) for name in registers}
+    sharing: dict[str, list[str]] = {}
+    for name, first in root.items():
+        sharing.setdefault(first, []).append(name)
     life: dict[str, tuple[int, int]] = {}
     for task in program.tasks:
         for name in task.outputs:
@@ -204,7 +210,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
             continue
         members = [root[n] for n in joined.get(first, (first,))]
         seen.update(members)
-        blocks.append(_block(members, registers, root, life))
+        blocks.append(_block(members, registers, sharing, life))
     for task in program.tasks:
         if task.workspace[1]:
             start, stop = times.start[task.name], times.done[task.name]
@@ -226,13 +232,14 @@ def _extend(life: dict[str, tuple[int, int]], name: str, start: int, stop: int) 
 def _block(
     members: list[str],
     registers: dict[str, Register],
-    root: dict[str, str],
+    sharing: dict[str, list[str]],
     life: dict[str, tuple[int, int]],
 ) -> Block:
+    """Members side by side, each with the registers that share its memory."""
     parts: list[tuple[str, int]] = []
     offset = 0
     for member in members:
-        parts += [(name, offset) for name in registers if root[name] == member]
+        parts += [(name, offset) for name in sharing[member]]
         offset += registers[member].nbytes
     starts, stops = zip(*(life[member] for member in members), strict=True)
     return Block(tuple(parts), offset, min(starts), max(stops))
@@ -263,32 +270,27 @@ def pack(blocks: list[Block]) -> tuple[list[int], int]:
 
 
 def _place(blocks: list[Block], ranked: list[int]) -> tuple[list[int], int]:
+    """The offset of each block, placed one after another in the order `ranked`, and the size."""
     places = [0] * len(blocks)
-    done: list[int] = []
-    top = 0
-    for i in ranked:
-        block = blocks[i]
-        size = _align(block.nbytes)
-        near = sorted(
-            (places[j], places[j] + _align(blocks[j].nbytes))
-            for j in done
-            if blocks[j].start <= block.stop and block.start <= blocks[j].stop
-        )
-        places[i] = _best_gap(near, size)
-        top = max(top, places[i] + size)
-        done.append(i)
-    return places, top
+    # What is placed, by offset: where it begins and ends, the first and last time it lives.
+    placed = np.zeros((4, len(blocks)), np.int64)
+    for count, i in enumerate(ranked):
+        block, size = blocks[i], _align(blocks[i].nbytes)
+        begins, ends, starts, stops = placed[:, :count]
+        near = (starts <= block.stop) & (stops >= block.start)
+        places[i] = place = _best_gap(begins[near], ends[near], size)
+        row = begins.searchsorted(place)
+        placed[:, row + 1 : count + 1] = placed[:, row:count]
+        placed[:, row] = place, place + size, block.start, block.stop
+    return places, int(placed[1].max(initial=0))
 
 
-def _best_gap(occupied: list[tuple[int, int]], size: int) -> int:
+def _best_gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> int:
     """The start of the smallest gap that is large enough, else the first free byte above."""
-    best, best_size, cursor = -1, 0, 0
-    for start, stop in occupied:
-        gap = start - cursor
-        if gap >= size and (best < 0 or gap < best_size):
-            best, best_size = cursor, gap
-        cursor = max(cursor, stop)
-    return best if best >= 0 else cursor
+    cursors = np.maximum.accumulate(np.concatenate(([0], ends)))
+    gaps = begins - cursors[:-1]
+    fitting = np.flatnonzero(gaps >= size)
+    return int(cursors[fitting[gaps[fitting].argmin()] if fitting.size else -1])
 
 
 def _largest_live_set(blocks: list[Block]) -> int:
