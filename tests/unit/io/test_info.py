@@ -2,7 +2,8 @@ import h5py
 import numpy as np
 import pytest
 
-from mpiflow.io.pack import info, info_text, pack
+from mpiflow.io.info import info, info_text
+from mpiflow.io.pack import pack
 
 
 def save(path, name="x", array=None, **options):

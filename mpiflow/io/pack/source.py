@@ -1,4 +1,4 @@
-"""Where packed rows come from: arrays, an .npz file or a Python function, as a stream of pieces."""
+"""Arrays, an .npz file or a Python function as rows, or as a stream of pieces."""
 
 from __future__ import annotations
 
@@ -9,34 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpiflow.errors import DataError, UsageError
+from mpiflow.io.pack.rows import ArrayRows, Arrays, Part, Rows
 
-Arrays = dict[str, NDArray[Any]]
-Source = Mapping[str, Any] | Iterable[Mapping[str, Any]] | Callable[[], Any] | str | Path
-
-# Arrays are handed on in pieces of about this size, so that progress shows.
-_PIECE_BYTES = 32 << 20
+Source = Rows | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Callable[[], Any] | str | Path
 
 
-def open_source(source: Source) -> tuple[Iterator[Arrays], int | None]:
-    """Pieces of rows, each field an array of equal length; and their total where it is known."""
+def open_source(source: Source) -> Rows | Iterator[Arrays]:
+    """Rows, or a stream of pieces of them; each field is an array, of as many rows as the others."""
     given: Any = source
     if isinstance(source, str | Path):
         text = str(source)
         given = _call(text) if ".py:" in text else _load_npz(Path(text))
     elif callable(source):
         given = source()
+    if isinstance(given, Rows):
+        return given
     if isinstance(given, Mapping):
-        arrays = _checked(given, None)
-        return _slices(arrays), _length(arrays)
+        return ArrayRows(_checked(given, None))
     if not isinstance(given, Iterable):
         raise DataError(
             f"the source gives {type(given).__name__}; it must give a mapping of names to arrays, "
             "or yield such mappings"
         )
-    return _stream(iter(given)), None
+    return _stream(iter(given))
 
 
 def _call(text: str) -> Any:
@@ -85,7 +82,7 @@ def _stream(pieces: Iterator[Mapping[str, Any]]) -> Iterator[Arrays]:
             )
         arrays = _checked(piece, first)
         first = first or {name: array[:0].copy() for name, array in arrays.items()}
-        yield from _slices(arrays)
+        yield from Part(ArrayRows(arrays)).pieces()
 
 
 def _checked(piece: Mapping[str, Any], first: Arrays | None) -> Arrays:
@@ -115,39 +112,3 @@ def _compare(arrays: Arrays, first: Arrays) -> None:
     )
     if found != expected:
         raise DataError(f"pieces differ: the first has {expected}, a later one {found}")
-
-
-def _length(arrays: Arrays) -> int:
-    return len(next(iter(arrays.values())))
-
-
-def row_bytes(arrays: Arrays) -> int:
-    """The bytes of one row over all fields."""
-    return sum(array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays.values())
-
-
-def _slices(arrays: Arrays) -> Iterator[Arrays]:
-    """The rows in pieces of bounded size; nothing for no rows."""
-    step = max(1, _PIECE_BYTES // max(1, row_bytes(arrays)))
-    for start in range(0, _length(arrays), step):
-        yield {name: array[start : start + step] for name, array in arrays.items()}
-
-
-def cut(pieces: Iterable[Arrays], sizes: Iterable[int]) -> Iterator[tuple[int, int, Arrays]]:
-    """The pieces as (shard, its size, rows), none across shards of the given sizes.
-
-    DataError where rows are left when the sizes end.
-    """
-    plan = enumerate(sizes)
-    shard, size, room = -1, 0, 0
-    for piece in pieces:
-        start, rows = 0, _length(piece)
-        while start < rows:
-            if room == 0:
-                shard, size = next(plan, (-1, 0))
-                if size == 0:
-                    raise DataError("the source gives more rows than the shards take together")
-                room = size
-            take = min(room, rows - start)
-            yield shard, size, {name: a[start : start + take] for name, a in piece.items()}
-            start, room = start + take, room - take
