@@ -10,11 +10,7 @@ from mpiflow.graph.rule import Shape
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, require_float
 from mpiflow.ops.index import require_index
-
-_BLOCK = 1 << 18
-"""Elements of gradient rows that are sorted and summed at a time."""
-_ROWS = 1 << 11
-"""The most rows of a block."""
+from mpiflow.ops.runs import run_bytes, runs, sum_runs
 
 
 @op
@@ -78,65 +74,21 @@ class EmbeddingGrad(Op):
         return prod(inputs[0]) + prod(outputs[0])
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        n, d = prod(inputs[1]), inputs[0][-1]
-        size = {"float64": 8, "float32": 4}.get(dtype, 2)
-        # Not the product of a block's rows and d, which could be larger for a smaller d.
-        return 16 * n + 2 * size * min(n * d, _ROWS * d, max(d, _BLOCK))
+        return run_bytes((prod(inputs[1]), inputs[0][-1]), dtype, lanes=4)
 
     def kernel(self, shard: ShardView, out: Any, dy: Any, ids: Any) -> None:
         out.fill(0)
         if not out.size or not dy.size:
             return
-        xp, n, d = shard.xp, ids.size, dy.shape[-1]
-        keys = self._sorted_keys(shard, ids, len(out))
-        step = min(n, _block_rows(d))
-        lanes = shard.work[16 * n :][: 2 * step * d * dy.itemsize].view(dy.dtype)
-        gathered, sums = lanes.reshape(2, step, d)
-        rows = dy.reshape(n, d)
-        for first in range(0, len(keys), step):
-            block = keys[first : first + step]
-            target = block >> 32
-            if target[0] >= len(out):
-                return  # the rows that other ranks hold were sorted to the end
-            part = gathered[: len(block)]
-            xp.take(rows, block & 0xFFFFFFFF, axis=0, out=part, mode="clip")
-            self._add_rows(xp, out, target, part, sums)
-
-    def _sorted_keys(self, shard: ShardView, ids: Any, held: int) -> Any:
-        """(row << 32 | position) of every id, in order, `held` being the row of foreign ids."""
-        xp, n = shard.xp, ids.size
-        keys, scratch = shard.work[: 16 * n].view(xp.int64).reshape(2, n)
-        xp.copyto(keys, ids.reshape(-1), casting="unsafe")
-        xp.subtract(keys, shard.start(OUT, 0), out=keys)
-        xp.minimum(keys.view(xp.uint64), held, out=keys.view(xp.uint64))
-        xp.left_shift(keys, 32, out=keys)
-        scratch.fill(1)
-        scratch[:1] = 0
-        xp.add.accumulate(scratch, out=scratch)
-        xp.add(keys, scratch, out=keys)
-        keys.sort()
-        return keys
-
-    @staticmethod
-    def _add_rows(xp: Any, out: Any, target: Any, rows: Any, sums: Any) -> None:
-        """Add sorted `rows` to out[target], each run of equal targets as one sum."""
-        held = int(xp.searchsorted(target, len(out)))
-        target, rows = target[:held], rows[:held]
-        starts = xp.flatnonzero(xp.diff(target, prepend=-1))
-        stops = xp.append(starts[1:], held)
-        sums = sums[: len(starts)]
-        xp.take(rows, starts, axis=0, out=sums, mode="clip")
-        repeated = xp.flatnonzero(stops - starts > 1)
-        for i in repeated.tolist():
-            xp.add.reduce(rows[int(starts[i]) : int(stops[i])], axis=0, out=sums[i])
-        # The first run may go on from the block before.
-        first = int(target[0])
-        xp.add(sums[0], out[first], out=sums[0])
-        out[target[starts]] = sums
-
-
-def _block_rows(width: int) -> int:
-    return max(1, min(_ROWS, _BLOCK // max(width, 1)))
+        xp, work, start = shard.xp, shard.work, shard.start(OUT, 0)
+        values = dy.reshape(-1, dy.shape[-1])
+        for target, rows, (sums, *lanes) in runs(
+            xp, work, values, ids.reshape(-1), start, len(out), lanes=4
+        ):
+            starts = sum_runs(xp, target, rows, sums, lanes)
+            # The first run may go on from the block before.
+            xp.add(sums[0], out[int(target[0])], out=sums[0])
+            out[target[starts]] = sums[: len(starts)]
 
 
 def embedding(table: Tensor, ids: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""Sums over runs of equal numbers: what many lookups of one row give becomes one row.
+
+Ids are sorted together with their positions; then the rows of each run are added in the order of
+their positions, so that a sum does not depend on timing, and not on how the ids came to be here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from mpiflow.graph.rule import Shape
+from mpiflow.ops.work import Piece, carve, carved
+
+_BLOCK = 1 << 18
+"""Elements of rows that are gathered and summed at a time."""
+_ROWS = 1 << 11
+"""The most rows of a block."""
+_SHORT = 8
+"""Runs of up to so many rows are added together, the first of each, then the second."""
+
+
+def block_rows(width: int) -> int:
+    """How many rows of this width are worked on at a time."""
+    return max(1, min(_ROWS, _BLOCK // max(width, 1)))
+
+
+def block_size(count: int, width: int) -> int:
+    """Elements that hold a block of `count` rows; less for fewer rows and for narrower ones."""
+    # Not the product of a block's rows and width, which could be larger for a smaller width.
+    return min(count * width, _ROWS * width, max(width, _BLOCK))
+
+
+def run_bytes(values: Shape, dtype: str, lanes: int) -> int:
+    """The workspace of `runs` for values (n, d), with so many blocks of rows."""
+    return carved(*_pieces(prod(values[:-1]), values[-1], dtype, lanes))
+
+
+def _pieces(count: int, width: int, dtype: Any, lanes: int) -> tuple[Piece, ...]:
+    keys = ((count,), "int64")
+    return keys, keys, *(((block_size(count, width),), dtype) for _ in range(lanes))
+
+
+def runs(
+    xp: Any, work: Any, values: Any, ids: Any, start: int, held: int, lanes: int
+) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """Blocks of (row - start, value of it), sorted by row, of the ids that lie in `held` rows.
+
+    Beside each block come `lanes` - 1 of scratch. `values` are (n, d), `ids` are (n,).
+    """
+    count, width = values.shape
+    keys, scratch, *blocks = carve(work, *_pieces(count, width, values.dtype, lanes))
+    shift = _sort(xp, keys, scratch, ids, start, held)
+    found = int(xp.searchsorted(keys, held << shift))  # the ids of other ranks are at the end
+    step = block_rows(width)
+    for first in range(0, found, step):
+        block = keys[first : min(first + step, found)]
+        own, *rest = (b[: len(block) * width].reshape(-1, width) for b in blocks)
+        target, position = scratch[: len(block)], block & ((1 << shift) - 1)
+        xp.right_shift(block, shift, out=target)
+        xp.take(values, position, axis=0, out=own, mode="clip")
+        yield target, own, rest
+
+
+def _sort(xp: Any, keys: Any, scratch: Any, ids: Any, start: int, held: int) -> int:
+    """Fill `keys` with (row - start) << shift | position, sorted, and give the shift.
+
+    Ids of rows that are not held count as the row `held`.
+    """
+    shift = max(len(keys) - 1, 0).bit_length()
+    xp.copyto(keys, ids, casting="unsafe")
+    xp.subtract(keys, start, out=keys)
+    # One unsigned comparison finds those below 0 and those from `held` on.
+    xp.minimum(keys.view(xp.uint64), held, out=keys.view(xp.uint64))
+    xp.left_shift(keys, shift, out=keys)
+    scratch.fill(1)
+    scratch[:1] = 0
+    xp.add.accumulate(scratch, out=scratch)
+    xp.add(keys, scratch, out=keys)
+    keys.sort()
+    return shift
+
+
+def sum_runs(xp: Any, target: Any, rows: Any, sums: Any, lanes: list[Any]) -> Any:
+    """Write the sum of each run of equal targets to `sums`; gives the first position of each."""
+    starts = xp.flatnonzero(xp.diff(target, prepend=-1))
+    lengths = xp.diff(starts, append=len(target))
+    xp.take(rows, starts, axis=0, out=sums[: len(starts)], mode="clip")
+    short = xp.flatnonzero(lengths <= _SHORT)
+    for i in range(1, _SHORT):
+        short = short[lengths[short] > i]
+        if not len(short):
+            break
+        a, b = (lane[: len(short)] for lane in lanes)
+        xp.take(sums, short, axis=0, out=a, mode="clip")
+        xp.take(rows, starts[short] + i, axis=0, out=b, mode="clip")
+        sums[short] = xp.add(a, b, out=a)
+    for run in xp.flatnonzero(lengths > _SHORT).tolist():
+        first = int(starts[run])
+        xp.add.reduce(rows[first : first + int(lengths[run])], axis=0, out=sums[run])
+    return starts
