@@ -10,8 +10,11 @@ from mpiflow.graph.rule import Shape
 from mpiflow.plan.slice import itemsize
 
 
-def compute_bytes(shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> int:
-    """Bytes that a kernel reads and writes."""
+def compute_bytes(
+    op: Op, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtypes: tuple[str, ...]
+) -> int:
+    """Bytes that a kernel reads and writes; `dtypes` are those of inputs then outputs."""
+    shapes = op.touched(inputs, outputs)
     return sum(prod(s) * itemsize(d) for s, d in zip(shapes, dtypes, strict=True))
 
 
@@ -27,8 +30,8 @@ def op_seconds(
     outputs: tuple[Shape, ...],
     dtypes: tuple[str, ...],
 ) -> float:
-    """A kernel of `op` on local shapes; `dtypes` are those of inputs then outputs."""
-    nbytes = compute_bytes(inputs + outputs, dtypes)
+    """A kernel of `op` on local shapes."""
+    nbytes = compute_bytes(op, inputs, outputs, dtypes)
     return compute_seconds(machine, op.flops(inputs, outputs), nbytes, dtypes[-1])
 
 

@@ -70,7 +70,7 @@ class Builder:
                 attributes=op.attributes(),
                 workspace=(0, op.workspace(ins, outs, dtypes[len(inputs)])),
                 flops=op.flops(ins, outs),
-                nbytes=compute_bytes(ins + outs, dtypes),
+                nbytes=compute_bytes(op, ins, outs, dtypes),
                 seconds=op_seconds(self.machine, op, ins, outs, dtypes),
                 where=where,
             )

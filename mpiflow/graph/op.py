@@ -108,6 +108,10 @@ class Op:
                 sizes[letters[0]] = size
         return rule.flops(sizes)
 
+    def touched(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        """What a kernel reads and writes of its inputs and outputs, for the price."""
+        return inputs + outputs
+
     def grad(
         self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], dys: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
