@@ -1,6 +1,6 @@
 """The ops: one class each, registered when this package is imported."""
 
-from mpiflow.ops import movement, scaling, update
+from mpiflow.ops import movement, rowupdate, scaling, update
 from mpiflow.ops.activation import absolute, gelu, power, sigmoid, silu, softplus, tanh
 from mpiflow.ops.attention import attention, merge_heads, rotary, split_heads
 from mpiflow.ops.batchnorm import batch_norm, running_moments
@@ -67,8 +67,8 @@ __all__ = [
     "logical_not", "logical_or", "masked_softmax", "matmul", "max_pool", "maximum", "mean",
     "mean_cross_entropy", "mean_pool", "merge_heads", "minimum", "movement", "mse", "multiply",
     "normalise", "not_equal", "one_hot", "permute", "pick", "power", "random_key",
-    "reduce_max", "reduce_sum", "relu", "reshape", "rms_norm", "rotary", "running_moments",
-    "scale", "scaling", "sigmoid", "silu", "softmax", "softplus", "split", "split_heads", "sqrt",
-    "square", "stack", "stop_gradient", "subtract", "tanh", "total", "unstack", "update",
-    "weighted_mean", "where",
+    "reduce_max", "reduce_sum", "relu", "reshape", "rms_norm", "rotary", "rowupdate",
+    "running_moments", "scale", "scaling", "sigmoid", "silu", "softmax", "softplus", "split",
+    "split_heads", "sqrt", "square", "stack", "stop_gradient", "subtract", "tanh", "total",
+    "unstack", "update", "weighted_mean", "where",
 ]  # fmt: skip

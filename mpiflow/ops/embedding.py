@@ -5,18 +5,20 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from mpiflow.graph.op import OUT, Op, ShardView, op
+from mpiflow.graph.op import OUT, ShardView, op
 from mpiflow.graph.rule import Shape
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, require_float
 from mpiflow.ops.index import require_index
+from mpiflow.ops.rows import Lookup, RowGradient
 from mpiflow.ops.runs import run_bytes, runs, sum_runs
 
 
 @op
-class Embedding(Op):
+class Embedding(Lookup):
     """table (v, d), ids (...) -> the rows (..., d); zeros for rows that are held elsewhere."""
 
+    sparse: bool | None = None
     rule = "v d, ... -> ... d"
     linear = ((0,),)
     indexes = ((1, 0, 0),)
@@ -52,7 +54,7 @@ class Embedding(Op):
 
 
 @op
-class EmbeddingGrad(Op):
+class EmbeddingGrad(RowGradient):
     """The gradient of a table of `rows`: dy (..., d), ids (...) -> (rows, d).
 
     Gradients of one row are added in the order of their positions, so the sum is deterministic.
@@ -91,10 +93,10 @@ class EmbeddingGrad(Op):
             out[target[starts]] = sums[: len(starts)]
 
 
-def embedding(table: Tensor, ids: Tensor) -> Tensor:
+def embedding(table: Tensor, ids: Tensor, *, sparse: bool | None = None) -> Tensor:
     """The rows of a table (v, d) that `ids` (...) name: (..., d).
 
-    The gradient is as large as the table. Ids outside of the table are refused where they are
-    read, if they are a field of the batch; else they give zeros.
+    Ids outside of the table are refused where they are read, if they are a field of the batch; else
+    they give zeros. `sparse` says how the table is updated; see `nn.Embedding`.
     """
-    return apply(Embedding(), table, ids)
+    return apply(Embedding(sparse), table, ids)

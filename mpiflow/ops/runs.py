@@ -15,7 +15,7 @@ from mpiflow.ops.work import Piece, carve, carved
 
 _BLOCK = 1 << 18
 """Elements of rows that are gathered and summed at a time."""
-_ROWS = 1 << 11
+BLOCK_ROWS = 1 << 11
 """The most rows of a block."""
 _SHORT = 8
 """Runs of up to so many rows are added together, the first of each, then the second."""
@@ -23,13 +23,13 @@ _SHORT = 8
 
 def block_rows(width: int) -> int:
     """How many rows of this width are worked on at a time."""
-    return max(1, min(_ROWS, _BLOCK // max(width, 1)))
+    return max(1, min(BLOCK_ROWS, _BLOCK // max(width, 1)))
 
 
 def block_size(count: int, width: int) -> int:
     """Elements that hold a block of `count` rows; less for fewer rows and for narrower ones."""
     # Not the product of a block's rows and width, which could be larger for a smaller width.
-    return min(count * width, _ROWS * width, max(width, _BLOCK))
+    return min(count * width, BLOCK_ROWS * width, max(width, _BLOCK))
 
 
 def run_bytes(values: Shape, dtype: str, lanes: int) -> int:
@@ -56,7 +56,7 @@ def runs(
     step = block_rows(width)
     for first in range(0, found, step):
         block = keys[first : min(first + step, found)]
-        own, *rest = (b[: len(block) * width].reshape(-1, width) for b in blocks)
+        own, *rest = (b[: len(block) * width].reshape(len(block), width) for b in blocks)
         target, position = scratch[: len(block)], block & ((1 << shift) - 1)
         xp.right_shift(block, shift, out=target)
         xp.take(values, position, axis=0, out=own, mode="clip")

@@ -3,6 +3,7 @@
 import conv_examples
 import numpy as np
 import optimizer_examples
+import rows_examples
 import transformer_examples
 
 from mpiflow.graph.op import REGISTRY
@@ -116,6 +117,6 @@ NO_GRADIENT = {
 }  # fmt: skip
 """Ops that are not differentiated: their outputs are integers, or they are gradients already."""
 
-for family in (conv_examples, optimizer_examples, transformer_examples):
+for family in (conv_examples, optimizer_examples, rows_examples, transformer_examples):
     EXAMPLES |= family.EXAMPLES
     NO_GRADIENT |= family.NO_GRADIENT

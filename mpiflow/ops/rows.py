@@ -1,0 +1,162 @@
+"""Gradients of tables by rows: a pair of ordinary tensors, values and the ids of their rows.
+
+A table has a row gradient if it is used by lookups only. Its update then reads and writes the rows
+that a step looked up, and no others; see `rowupdate` for the updates and `optim.rows` for who
+decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from mpiflow.errors import GraphError
+from mpiflow.graph.op import OUT, Op, ShardView, op
+from mpiflow.graph.rule import Rule, Shape, Signature
+from mpiflow.graph.sbp import B
+from mpiflow.ops.base import Gradients, Tensors, apply, require_float
+from mpiflow.ops.index import require_index
+from mpiflow.ops.runs import run_bytes, runs, sum_runs
+
+PADDING = 2**63 - 1
+"""The id of an entry that is no row; it comes after all others."""
+
+
+class Lookup(Op):
+    """Base of ops that read some rows of a table, their first input: table, ids -> rows.
+
+    `sparse` says whether the gradient may be one of rows: True, False, or None where an update of
+    these rows alone is the same as one of the whole table.
+    """
+
+    sparse: bool | None = None
+
+    def touched(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        rows = min(prod(inputs[1]), inputs[0][0])
+        return (rows, inputs[0][1]), *inputs[1:], *outputs
+
+
+class RowGradient(Op):
+    """Base of gradients of a lookup: dy, ids -> a gradient like the table."""
+
+
+@op
+class SumRows(Op):
+    """values (n, d), ids (n,) -> the sum of the values of each row, and the ids of these sums.
+
+    Ids ascend, each there once. What is left of the n entries is zero, with the id `PADDING`, and
+    so are values whose ids lie outside of the table's `rows`.
+    """
+
+    rows: int
+    rule = "n d, n -> n d, n"
+    whole = "n"
+
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
+        count = shapes[1][0] if shapes[1:] and shapes[1] else 0
+        if self.rows.bit_length() + count.bit_length() > 63:
+            raise GraphError(f"{self.name}: {count} ids of {self.rows} rows are too many to sort")
+        return super().pattern(shapes)
+
+    def signatures(
+        self, shapes: tuple[Shape, ...], dtypes: tuple[str, ...]
+    ) -> tuple[Signature, ...]:
+        found = super().signatures(shapes, dtypes)  # the ids follow from the ids, whatever is split
+        return tuple(replace(one, outputs=(one.outputs[0], B)) for one in found)
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        require_float(self, dtypes[:1])
+        require_index(self, dtypes[1])
+        return dtypes[0], "int64"
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        return prod(inputs[0]) + prod(inputs[1])
+
+    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        return run_bytes(inputs[0], dtype, lanes=3)
+
+    def kernel(self, shard: ShardView, out: Any, values: Any, ids: Any) -> None:
+        xp, (sums, rows) = shard.xp, out
+        done, last = 0, -1
+        for target, block, lanes in runs(xp, shard.work, values, ids, 0, self.rows, lanes=3):
+            if int(target[0]) == last:  # this run began in the block before
+                done -= 1
+                xp.add(block[0], sums[done], out=block[0])
+            starts = sum_runs(xp, target, block, sums[done:], lanes)
+            xp.take(target, starts, out=rows[done : done + len(starts)], mode="clip")
+            done, last = done + len(starts), int(target[-1])
+        sums[done:] = 0
+        rows[done:] = PADDING
+
+
+@op
+class TakeRows(Lookup):
+    """table (blocks * size, d), ids (blocks, k) -> rows (blocks, k, d).
+
+    The ids of a block, which ascend and do not repeat, lie among its own rows, the `size` from
+    block * size on: so a table that is split by whole blocks is read without a message.
+    """
+
+    size: int
+    sparse: bool | None = None
+    rule = "(b s) d, b k -> b k d"
+    whole = "s k"
+    linear = ((0,),)
+
+    def sizes(self) -> dict[str, int]:
+        return {"s": self.size}
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        require_float(self, dtypes[:1])
+        require_index(self, dtypes[1])
+        return dtypes[:1]
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        return prod(outputs[0])
+
+    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        return 8 * prod(inputs[1])
+
+    def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
+        return apply(TakeRowsGrad(self.size), dys[0], inputs[1]), None
+
+    def kernel(self, shard: ShardView, out: Any, table: Any, ids: Any) -> None:
+        if out.size:
+            local = _local(shard, ids, shard.start(0, 0))
+            shard.xp.take(table, local, axis=0, out=out.reshape(-1, out.shape[-1]), mode="clip")
+
+
+@op
+class TakeRowsGrad(RowGradient):
+    """The gradient of `TakeRows`: dy (blocks, k, d), ids (blocks, k) -> (blocks * size, d)."""
+
+    size: int
+    rule = "b k d, b k -> (b s) d"
+    whole = "s k"
+    linear = ((0,),)
+
+    def sizes(self) -> dict[str, int]:
+        return {"s": self.size}
+
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        require_index(self, dtypes[1])
+        return dtypes[:1]
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        return prod(outputs[0])
+
+    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        return 8 * prod(inputs[1])
+
+    def kernel(self, shard: ShardView, out: Any, dy: Any, ids: Any) -> None:
+        out.fill(0)
+        if dy.size:
+            out[_local(shard, ids, shard.start(OUT, 0))] = dy.reshape(-1, dy.shape[-1])
+
+
+def _local(shard: ShardView, ids: Any, start: int) -> Any:
+    """The ids, flat, counted from the first row that is held here."""
+    local = shard.work[: 8 * ids.size].view(shard.xp.int64)
+    shard.xp.copyto(local, ids.reshape(-1), casting="unsafe")
+    return shard.xp.subtract(local, start, out=local)
