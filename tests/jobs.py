@@ -71,6 +71,15 @@ def compile_for(mesh, job, *, rows=ROWS, test_rows=TEST_ROWS, features=FEATURES,
     return compile_job(job, data, Target(parse_mesh(mesh), find_machine("cpu")), **more)
 
 
+def compile_arrays(mesh, job, arrays):
+    """The plan of a job, without its evaluations, that trains on the rows of these arrays."""
+    fields = tuple(Field(name, a.shape[1:], a.dtype.name) for name, a in arrays.items())
+    rows = len(next(iter(arrays.values())))
+    train = DataSet("train", "rows-*.h5", fields, (), rows, job.train.batch, False, 0, 4, 4, "")
+    target = Target(parse_mesh(mesh), find_machine("cpu"))
+    return compile_job(replace(job, evaluate=None), {"train": train}, target)
+
+
 @cache
 def classifier_plan(mesh, batch=128, test_rows=TEST_ROWS, **job):
     return compile_for(mesh, classifier(batch, **job), test_rows=test_rows)

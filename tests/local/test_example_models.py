@@ -1,18 +1,13 @@
 """Every example learns, and its losses are the same on 1, 2 and 3 ranks."""
 
 import sys
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
-from jobs import EXAMPLES, MemoryReader, data, on_ranks, train
+from jobs import EXAMPLES, MemoryReader, compile_arrays, data, on_ranks, train
 
-from mpiflow.compiler.driver import Target, compile_job
-from mpiflow.compiler.machine import find_machine
-from mpiflow.graph.mesh import parse_mesh
 from mpiflow.jobfile import load_job
-from mpiflow.plan.records import DataSet, Field
 
 sys.path.insert(0, str(EXAMPLES))
 import pack_clicks
@@ -70,15 +65,11 @@ def losses(case, mesh, steps=10):
     example, settings, rows = CASES[case]
     job, _ = load_job(str(EXAMPLES / f"{example}.py"), settings)
     arrays = rows()
-    batch = job.train.batch
-    fields = tuple(Field(name, a.shape[1:], a.dtype.name) for name, a in arrays.items())
     if job.train.fields:
-        assert fields == tuple(Field(name, *field) for name, field in job.train.fields.items())
-    count = len(next(iter(arrays.values())))
-    source = DataSet("train", "rows-*.h5", fields, (), count, batch, False, 0, 4, 4, "")
-    target = Target(parse_mesh(mesh), find_machine("cpu"))
-    plan = compile_job(replace(job, evaluate=None), {"train": source}, target)
-    readers = {"train": MemoryReader(arrays, batch)}
+        declared = {name: (a.shape[1:], a.dtype.name) for name, a in arrays.items()}
+        assert job.train.fields == declared
+    plan = compile_arrays(mesh, job, arrays)
+    readers = {"train": MemoryReader(arrays, job.train.batch)}
     found = on_ranks(plan, lambda session: [o["loss"] for o in train(session, steps)], readers)
     assert all(other == found[0] for other in found)
     return found[0]
