@@ -190,13 +190,26 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class UserOp:
+    """An op of the user's own that tasks name: its name, FILE.Class, and where it was written.
+
+    `file` is relative to the job's folder, or a bare name where it lies elsewhere. `digest` is a
+    hash of the source, by which a changed op is found.
+    """
+
+    name: str
+    file: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that any rank has to do. A value: the same job gives the same plan.
 
     `identity` says what is computed, by section (model, optimizer, data, batch, seed, numerics);
     its hash is the program digest, which no rank count, mesh, machine or device changes.
     `arenas` gives the bytes of each arena; `process_bytes` the predicted memory of the process.
-    `notes` are remarks for the user.
+    `notes` are remarks for the user. `ops` are those of the user's own, whose code is not here.
     """
 
     job: str
@@ -215,6 +228,7 @@ class Plan:
     settings: Settings
     programs: tuple[Program, ...]
     notes: tuple[str, ...] = ()
+    ops: tuple[UserOp, ...] = ()
     format: int = FORMAT
 
     def program(self, name: str) -> Program | None:
