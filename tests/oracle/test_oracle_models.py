@@ -4,6 +4,7 @@ Optimizer, schedule and clipping are those of the examples. What a step makes of
 through the compiler and a session; PyTorch computes in float64.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 
@@ -23,6 +24,16 @@ GRADIENTS = {"moment1": "exp_avg", "momentum": "momentum_buffer"}
 RUNNING = (".running_mean", ".running_variance")
 
 
+@dataclass(frozen=True)
+class Run:
+    """`first` is what is kept of the first gradients; it, `start` and `end` are arrays by name."""
+
+    losses: list
+    first: dict
+    start: dict
+    end: dict
+
+
 @cache
 def trained_like(example):
     job, _ = load_job(str(EXAMPLES / f"{example}.py"), (f"warmup={WARMUP}",))
@@ -39,7 +50,7 @@ def start_of(name, index, shape):
 
 
 def ours(make, dtype, mesh="data=1", steps=STEPS):
-    """(losses, what is kept of the first gradients, variables at the start, and at the end)."""
+    """What mpiflow makes of a case."""
     case = make(dtype)
     arrays = case.draw(ROWS)
     job = mf.Job(
@@ -71,10 +82,14 @@ def ours(make, dtype, mesh="data=1", steps=STEPS):
             if what in GRADIENTS
         }
         losses += [session.run("train", step)["loss"] for step in range(1, steps)]
-        return losses, first, {name: session.variables[name].copy() for name in start}
+        return Run(losses, first, start, {name: session.variables[name].copy() for name in start})
 
-    losses, first, end = on_ranks(plan, work, {"train": MemoryReader(arrays, BATCH)})[0]
-    return losses, first, start, end
+    return on_ranks(plan, work, {"train": MemoryReader(arrays, BATCH)})[0]
+
+
+@cache
+def ours_in_float64(make):
+    return ours(make, "float64")
 
 
 def optimizer_like(optimizer, weights):
@@ -104,10 +119,10 @@ def optimizer_like(optimizer, weights):
 
 @cache
 def theirs(make):
-    """What `ours` gives, by PyTorch in float64; no variables at the start."""
+    """What PyTorch makes of a case in float64, from the same start."""
     case = make("float64")
     arrays = case.draw(ROWS)
-    _, _, start, _ = ours_in_float64(make)
+    start = ours_in_float64(make).start
     values = {name: torch.tensor(value) for name, value in start.items()}
     weights = {n: v.requires_grad_() for n, v in values.items() if not n.endswith(RUNNING)}
     optimizer = trained_like(case.example)
@@ -129,12 +144,7 @@ def theirs(make):
                 name: next(state[key] for key in GRADIENTS.values() if key in state).numpy().copy()
                 for name, state in kept.items()
             }
-    return losses, first, {}, {name: v.detach().numpy() for name, v in values.items()}
-
-
-@cache
-def ours_in_float64(make):
-    return ours(make, "float64")
+    return Run(losses, first, start, {name: v.detach().numpy() for name, v in values.items()})
 
 
 def close(found, wanted, tolerance):
@@ -145,29 +155,32 @@ def close(found, wanted, tolerance):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=tolerance * scale, err_msg=name)
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
-@pytest.mark.parametrize("make", torch_models.CASES, ids=lambda make: make.__name__)
+cases = pytest.mark.parametrize("make", torch_models.CASES, ids=lambda make: make.__name__)
+# SequentialLR calls its schedules in a way that PyTorch itself warns about.
+quiet = pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+
+
+@quiet
+@cases
 def test_twenty_steps_in_float64(make):
-    losses, first, _, end = ours_in_float64(make)
-    expected_losses, expected_first, _, expected_end = theirs(make)
-    assert np.isfinite(expected_losses).all()
-    close(first, expected_first, 1e-8)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-8)
-    close(end, expected_end, 1e-8)
+    found, wanted = ours_in_float64(make), theirs(make)
+    assert np.isfinite(wanted.losses).all()
+    close(found.first, wanted.first, 1e-8)
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-8)
+    close(found.end, wanted.end, 1e-8)
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
-@pytest.mark.parametrize("make", torch_models.CASES, ids=lambda make: make.__name__)
+@quiet
+@cases
 def test_five_steps_in_float32(make):
-    losses, first, _, _ = ours(make, "float32", steps=5)
-    expected_losses, expected_first, _, _ = theirs(make)
-    close(first, expected_first, 1e-3)
-    np.testing.assert_allclose(losses, expected_losses[:5], rtol=1e-3)
+    found, wanted = ours(make, "float32", steps=5), theirs(make)
+    close(found.first, wanted.first, 1e-3)
+    np.testing.assert_allclose(found.losses, wanted.losses[:5], rtol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+@quiet
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", [torch_models.bert, torch_models.resnet])
 def test_twenty_steps_on_two_ranks(make):
-    losses, _, _, _ = ours(make, "float64", "data=2")
-    np.testing.assert_allclose(losses, theirs(make)[0], rtol=1e-8)
+    found = ours(make, "float64", "data=2")
+    np.testing.assert_allclose(found.losses, theirs(make).losses, rtol=1e-8)
