@@ -13,6 +13,7 @@ from mpiflow.errors import MpiflowError
 from mpiflow.graph.graph import Hint
 from mpiflow.graph.graph import current as _current
 from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.op import Op, op
 from mpiflow.graph.sbp import B, P, S
 from mpiflow.graph.tensor import Tensor
 from mpiflow.job import Best, Dataset, Every, Job
@@ -93,6 +94,7 @@ from mpiflow.ops import (
     weighted_mean,
     where,
 )
+from mpiflow.ops.base import apply
 from mpiflow.ops.schedule import (
     Constant,
     Cosine,
@@ -107,18 +109,17 @@ from mpiflow.version import __version__
 __all__ = [
     "LAMB", "LARS", "NO_DECAY", "SGD", "Adagrad", "Adam", "AdamW", "B", "Best", "Constant",
     "Cosine", "Dataset", "Every", "Group", "InverseSqrt", "Job", "LinearDecay", "Mesh",
-    "MpiflowError", "P", "Polynomial", "S", "StepDecay", "Tensor", "__version__", "absolute",
-    "add", "arc_margin", "argmax", "assign", "attention", "batch_norm", "binary_cross_entropy",
-    "cast", "clip", "concat", "conv", "cos_margin", "cross_entropy", "cut", "divide",
-    "dropout", "embedding", "equal", "exp", "gelu", "global_max_pool", "global_mean_pool",
-    "graph_step", "greater", "greater_equal", "group_norm", "hint", "huber", "is_training",
-    "keep", "l1", "layer_norm", "less", "less_equal", "log", "log_softmax", "logical_and",
-    "logical_not", "logical_or", "masked_softmax", "matmul", "max_pool", "maximum", "mean",
-    "mean_cross_entropy", "mean_pool", "minimum", "mse", "multiply", "nn", "normalise",
-    "not_equal", "one_hot", "permute", "pick", "power", "reduce_max", "reduce_sum", "relu",
-    "reshape", "rms_norm", "rotary", "scale", "sigmoid", "silu", "softmax", "softplus",
-    "split", "sqrt", "square", "stack", "stop_gradient", "subtract", "tanh", "total",
-    "unstack", "weighted_mean", "where",
+    "MpiflowError", "Op", "P", "Polynomial", "S", "StepDecay", "Tensor", "__version__", "absolute",
+    "add", "apply", "arc_margin", "argmax", "assign", "attention", "batch_norm",
+    "binary_cross_entropy", "cast", "clip", "concat", "conv", "cos_margin", "cross_entropy", "cut",
+    "divide", "dropout", "embedding", "equal", "exp", "gelu", "global_max_pool", "global_mean_pool",
+    "graph_step", "greater", "greater_equal", "group_norm", "hint", "huber", "is_training", "keep",
+    "l1", "layer_norm", "less", "less_equal", "log", "log_softmax", "logical_and", "logical_not",
+    "logical_or", "masked_softmax", "matmul", "max_pool", "maximum", "mean", "mean_cross_entropy",
+    "mean_pool", "minimum", "mse", "multiply", "nn", "normalise", "not_equal", "one_hot", "op",
+    "permute", "pick", "power", "reduce_max", "reduce_sum", "relu", "reshape", "rms_norm", "rotary",
+    "scale", "sigmoid", "silu", "softmax", "softplus", "split", "sqrt", "square", "stack",
+    "stop_gradient", "subtract", "tanh", "total", "unstack", "weighted_mean", "where",
 ]  # fmt: skip
 
 

@@ -127,18 +127,24 @@ _SET = _argument(
 )
 _MESH = _argument("--mesh", metavar="AXIS=N,...", help="arrange the ranks: data=2,model=4")
 _RANKS = _argument("--ranks", type=int, metavar="N", help="how many ranks the job will get")
+_OPS = _argument(
+    "--ops", action="append", default=[], metavar="FILE.py",
+    help="run this file, which declares ops that the plan uses",
+)  # fmt: skip
 _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FILE (.plan)")
 _AFTER = _argument("--after", metavar="STEP", help="show what a step of the compiler made")
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.plan, (_argument("job", metavar="FILE.py[:function]"), _RANKS, _MESH, _SET, _DATA,
                      _OUTPUT, _AFTER, _JSON)),
-    (commands.check, (_argument("plan", metavar="FILE.plan"), _DATA, _JSON)),
+    (commands.check, (_argument("plan", metavar="FILE.plan"), _OPS, _DATA, _JSON)),
     (commands.simulate, (_argument("job", metavar="FILE.plan|FILE.py"), _RANKS, _MESH, _SET, _DATA,
+                         _OPS,
                          _argument("--program", default="train", help="train, evaluate, ..."),
                          _argument("--steps", type=int, default=3, metavar="N"), _JSON)),
-    (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _JSON)),
-    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _SET, _DATA,
+    (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _OPS,
+                     _JSON)),
+    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _SET, _DATA, _OPS,
                     _argument("--out", metavar="FOLDER",
                               help="the run's folder (default: run/NAME)"),
                     _argument("--fresh", action="store_true",

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +85,7 @@ def check(options: Namespace) -> None:
     from mpiflow.io.dataset import check_files
     from mpiflow.plan import text
 
-    made = _load(options.plan)
+    made = _load(options.plan, options.ops)
     for data in made.data:
         check_files(data, Path(options.data))
     if options.json:
@@ -134,7 +134,7 @@ def diff(options: Namespace) -> int:
     """Say how two plans differ; exit code 1 if they do."""
     from mpiflow.plan.diff import diff as compare
 
-    lines = compare(_load(options.a), _load(options.b))
+    lines = compare(_load(options.a, options.ops), _load(options.b, options.ops))
     if options.json:
         options.answer = {"equal": not lines, "differences": lines}
     else:
@@ -142,7 +142,8 @@ def diff(options: Namespace) -> int:
     return 1 if lines else 0
 
 
-def _load(path: str) -> Plan:
+def _load(path: str, ops: Sequence[str] = ()) -> Plan:
+    from mpiflow.jobfile import load_ops
     from mpiflow.plan import store
     from mpiflow.plan.verify import verify
     from mpiflow.plan.verify_ops import verify_ops
@@ -153,6 +154,7 @@ def _load(path: str) -> Plan:
     if path.partition(":")[0].endswith(".py"):
         raise UsageError(f"{path}: a job file; make a plan of it with `mpiflow plan`")
     made = store.load(path, version=__version__)
+    load_ops(ops)
     verify(made)
     verify_run(made)
     verify_ops(made)
@@ -160,10 +162,11 @@ def _load(path: str) -> Plan:
 
 
 def _plan_or_job(options: Namespace) -> Plan:
+    _refuse_ops_beside_job(options)
     if not options.job.endswith(".plan"):
         return _compile(options)
     _refuse_beside_plan(options, "mesh", "set", "ranks")
-    return _load(options.job)
+    return _load(options.job, options.ops)
 
 
 def _refuse_beside_plan(options: Namespace, *names: str) -> None:
@@ -173,6 +176,13 @@ def _refuse_beside_plan(options: Namespace, *names: str) -> None:
                 f"--{name} changes a plan, and {options.job} is one already; give it to"
                 " `mpiflow plan`, or run the .py file"
             )
+
+
+def _refuse_ops_beside_job(options: Namespace) -> None:
+    if options.ops and not options.job.endswith(".plan"):
+        raise UsageError(
+            f"--ops {options.ops[0]} goes with a plan; {options.job} imports the ops that it uses"
+        )
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -186,6 +196,7 @@ def run(options: Namespace) -> int:
     """
     if options.job.endswith(".plan"):
         _refuse_beside_plan(options, "mesh", "set")
+    _refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")
     from mpiflow.exec.failure import guard
@@ -200,6 +211,7 @@ def run(options: Namespace) -> int:
         transport.check_same("mpiflow version", __version__)
         text = transport.on_root(lambda: _plan_text(options, transport.size))
         made = store.loads(text.encode(), version=__version__)
+        _load_user_ops(made, options)
         out = Path(options.out) if options.out else Path("run") / made.job
         code = train(
             made,
@@ -210,13 +222,24 @@ def run(options: Namespace) -> int:
     return code
 
 
+def _load_user_ops(made: Plan, options: Namespace) -> None:
+    """Have the ops of the user's own on this rank too, and unchanged."""
+    from mpiflow.graph.op import REGISTRY
+    from mpiflow.jobfile import load_ops
+    from mpiflow.plan.verify_ops import check_user_ops
+
+    if any(op.name not in REGISTRY for op in made.ops):
+        load_ops(options.ops or [options.job.partition(":")[0]])
+    check_user_ops(made)
+
+
 def _plan_text(options: Namespace, ranks: int) -> str:
     """The plan as its file holds it, loaded or compiled. Rank 0 only."""
     from mpiflow.graph.mesh import parse_mesh
     from mpiflow.plan import store
 
     if options.job.endswith(".plan"):
-        made = _load(options.job)
+        made = _load(options.job, options.ops)
     else:
         options.ranks = ranks
         if options.mesh and (size := parse_mesh(options.mesh).size) != ranks:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -52,6 +53,21 @@ def load_job(target: str, settings: Sequence[str] = ()) -> tuple[Job, Path]:
         evaluate={name: _made(path, data) for name, data in job.evaluations.items()},
     )
     return job, path.resolve().parent
+
+
+def load_ops(files: Sequence[str]) -> None:
+    """Run files that declare ops of the user's own, which registers them.
+
+    This runs their code: they are job files, or what the user named with --ops, never what a plan
+    names.
+    """
+    for name in files:
+        path = Path(name)
+        if path.suffix != ".py":
+            raise UsageError(f"--ops {name}: ops are declared in a .py file")
+        if not path.is_file():
+            raise UsageError(f"--ops {name}: no such file (in {Path.cwd()} on {gethostname()})")
+        _import(path)
 
 
 def _made(path: Path, data: Dataset) -> Dataset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpiflow.errors import GraphError
-from mpiflow.graph.graph import Graph
+from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.tensor import Tensor, arithmetic, is_float
 
 
@@ -24,12 +24,28 @@ def gradients(graph: Graph, loss: Tensor, wrt: list[Tensor]) -> list[Tensor | No
                 arithmetic["fill"](t.shape, 0.0, t.dtype) if dy is None else dy
                 for t, dy in zip(node.outputs, dys, strict=True)
             )
-            for tensor, dx in zip(
-                node.inputs, node.op.grad(node.inputs, node.outputs, whole), strict=True
-            ):
+            dxs = node.op.grad(node.inputs, node.outputs, whole)
+            _check(node, dxs)
+            for tensor, dx in zip(node.inputs, dxs, strict=True):
                 if dx is not None and tensor in needed:
                     found[tensor] = found[tensor] + dx if tensor in found else dx
     return [found.get(tensor) for tensor in wrt]
+
+
+def _check(node: Node, dxs: tuple[Tensor | None, ...]) -> None:
+    name = node.op.name
+    if not isinstance(dxs, tuple) or len(dxs) != len(node.inputs):
+        given = f"{len(dxs)}" if isinstance(dxs, tuple) else f"{dxs!r}"
+        raise GraphError(
+            f"{name}.grad gives a tuple of {len(node.inputs)} gradients, one for each input, not"
+            f" {given}\n  {node.where}"
+        )
+    for i, (tensor, dx) in enumerate(zip(node.inputs, dxs, strict=True)):
+        if dx is not None and dx.shape != tensor.shape:
+            raise GraphError(
+                f"{name}.grad: the gradient of input {i} is {list(dx.shape)}, the input"
+                f" {list(tensor.shape)}\n  {node.where}"
+            )
 
 
 def _reaching(graph: Graph, wrt: list[Tensor]) -> set[Tensor]:

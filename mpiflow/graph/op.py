@@ -2,7 +2,8 @@
 
 A subclass states its index rule (shapes, signatures, flops), and has `grad` and `kernel` below
 it. `@op` makes it a frozen dataclass, so that its fields are its attributes, and records its name,
-which is what a plan stores.
+which is what a plan stores: `Relu` for one of mpiflow's own, `FILE.Swish` for one of a user's
+FILE.py, so that these never take each other's place.
 
 The contract of a kernel: it writes `out` (a tuple where there are several), reads its arrays, its
 attributes, `shard.xp`, `shard.start(operand, dim)` and `shard.work`; it allocates nothing, never
@@ -18,7 +19,9 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, cast, dataclass_transform
 
 from mpiflow.errors import GraphError, PlanError
+from mpiflow.graph import declare
 from mpiflow.graph.rule import Rule, Shape, Signature, parse_rule
+from mpiflow.graph.source import Source, find_source
 from mpiflow.graph.tensor import Tensor
 
 OUT = "out"
@@ -55,6 +58,8 @@ class Op:
     inputs have, "any" takes each input as it is."""
     indexes: ClassVar[tuple[tuple[int, int, int], ...]] = ()
     """(input, operand, dim): the values of `input` are indices into `dim` of `operand`."""
+    source: ClassVar[Source | None] = None
+    """Where it is written, if it is an op of the user's own; set by `@op`."""
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         """The rule for inputs of these shapes."""
@@ -73,7 +78,7 @@ class Op:
         return tuple(group for group in self.linear if all(dtypes[i] != "bool" for i in group))
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        """The dtypes of the outputs; inputs must agree by default."""
+        """The dtypes of the outputs: by default one, that of the inputs, which must agree."""
         if len(set(dtypes)) > 1:
             raise GraphError(
                 f"{self.name} takes inputs of one dtype, not {' and '.join(dtypes)}; cast one"
@@ -129,7 +134,7 @@ class Op:
     @property
     def name(self) -> str:
         """The registered name."""
-        return type(self).__name__
+        return registered_name(type(self))
 
     def attributes(self) -> dict[str, Any]:
         """The attributes as plain data; those that have their default are left out."""
@@ -141,24 +146,65 @@ class Op:
 
 
 REGISTRY: dict[str, type[Op]] = {}
+_PACKAGE = __name__.partition(".")[0]
 OpClass = TypeVar("OpClass", bound=type[Op])
 
 
 @dataclass_transform(frozen_default=True)
 def op(cls: OpClass) -> OpClass:
-    """Register an op class and make it a frozen dataclass."""
-    if cls.__name__ in REGISTRY:
-        raise GraphError(f"an op named {cls.__name__} is registered already")
-    frozen = dataclasses.dataclass(frozen=True)(cls)
-    REGISTRY[cls.__name__] = frozen
-    return cast(OpClass, frozen)
+    """Register an op class and make it a frozen dataclass; GraphError where it is badly declared.
+
+    An op of the user's own is known by the name of its file and its own. A file that is loaded
+    again gives its ops anew; two files of one name cannot both have an op of one name.
+    """
+    _check(cls)
+    frozen = cast(OpClass, dataclasses.dataclass(frozen=True)(cls))
+    if cls.__module__.partition(".")[0] != _PACKAGE:
+        frozen.source = find_source(frozen)
+    name = registered_name(frozen)
+    known = REGISTRY.get(name)
+    if known is not None and not _same_file(known, frozen):
+        origin = f" from {known.source.file}" if known.source else ""
+        raise GraphError(f"an op named {name} is registered already{origin}; rename one")
+    REGISTRY[name] = frozen
+    return frozen
+
+
+def registered_name(cls: type[Op]) -> str:
+    """The class's name; with that of its file before it if it is of the user's own."""
+    return f"{cls.source.module}.{cls.__name__}" if cls.source else cls.__name__
+
+
+def _same_file(known: type[Op], again: type[Op]) -> bool:
+    """Whether a file was loaded again, or another took its place among the modules."""
+    if known.source is None or again.source is None:
+        return False
+    return known.source.file == again.source.file or known.__module__ == again.__module__
+
+
+def _check(cls: type[Op]) -> None:
+    name = cls.__name__
+    if not issubclass(cls, Op):
+        raise GraphError(f"op {name} is no subclass of Op; write `class {name}(mf.Op)`")
+    if cls.kernel is Op.kernel and cls.bind is Op.bind:
+        raise GraphError(f"op {name} has no kernel; write `def kernel(self, shard, out, *arrays)`")
+    declare.check_word(name, "reduce", cls.reduce, declare.REDUCTIONS)
+    declare.check_word(name, "precision", cls.precision, declare.PRECISIONS)
+    if cls.pattern is not Op.pattern:
+        return  # what it makes depends on shapes
+    rule = declare.check_rule(name, cls.rule)
+    declare.check_whole(name, rule, cls.whole)
+    declare.check_linear(name, rule, cls.linear)
+    declare.check_inplace(name, rule, cls.inplace)
 
 
 def build_op(name: str, attributes: Mapping[str, Any]) -> Op:
     """The op that a plan names."""
     cls = REGISTRY.get(name)
     if cls is None:
-        raise PlanError(f"the plan uses an op {name!r} that this mpiflow does not have")
+        module, dot, _ = name.rpartition(".")
+        advice = f"; it is in a user's {module}.py, to be named with --ops" if dot else ""
+        raise PlanError(f"the plan uses an op {name!r} that this mpiflow does not have{advice}")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(attributes) - set(fields))
     if unknown:

@@ -82,6 +82,11 @@ class Rule:
 
     def output_shapes(self, sizes: dict[str, int]) -> tuple[Shape, ...]:
         """The shapes of the outputs."""
+        unknown = [x for o in self.outputs for dim in o for x in dim if x not in sizes]
+        if unknown:
+            raise GraphError(
+                f"no input of the op has the letter {unknown[0]!r} of its output; `sizes` gives it"
+            )
         return tuple(tuple(prod(sizes[x] for x in dim) for dim in o) for o in self.outputs)
 
     def flops(self, sizes: dict[str, int]) -> int:

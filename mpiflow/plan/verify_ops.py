@@ -1,4 +1,4 @@
-"""Verify, part five: every compute task is an op that this mpiflow has, and fits its tensors."""
+"""Verify, part five: every compute task is an op that is here, unchanged, and fits its tensors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,50 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from mpiflow.errors import MpiflowError, VerifyError
+from mpiflow.errors import MpiflowError, PlanError, VerifyError
 from mpiflow.graph.op import REGISTRY, Op, build_op
 from mpiflow.plan.records import COMPUTE, Plan, Register, Task
 from mpiflow.plan.verify_layout import label
 
 
 def verify_ops(plan: Plan) -> None:
-    """VerifyError where a task's op does not exist, or gives other tensors than the plan says."""
+    """VerifyError where a task's op does not exist, or gives other tensors than the plan says.
+
+    PlanError where the code of an op of the user's own is not loaded, or was changed.
+    """
+    check_user_ops(plan)
     for program in plan.programs:
         tensors = plan.tensors(program)
         for task in program.tasks:
             if task.kind == COMPUTE:
                 _check(task, tensors, f"program {program.name}: {label(task)}")
+
+
+def check_user_ops(plan: Plan) -> None:
+    """PlanError unless the ops of the user's own are loaded as they were when it was made."""
+    absent = [op for op in plan.ops if op.name not in REGISTRY]
+    if absent:
+        names = ", ".join(op.name for op in absent)
+        files = list(dict.fromkeys(op.file for op in absent))
+        raise PlanError(
+            f"the plan uses ops of the user's own, {names}, which are not loaded: a plan holds no"
+            f" code. They were written in {', '.join(files)}; if you trust what is there now, name"
+            f" it: {' '.join(f'--ops {file}' for file in files)}"
+        )
+    for op in plan.ops:
+        source = REGISTRY[op.name].source
+        if source is None or source.digest != op.digest:
+            where = source.file if source else "mpiflow"
+            raise PlanError(
+                f"op {op.name} in {where} is not the one that the plan was made with (source"
+                f" digest {source.digest[:12] if source else 'none'}, in the plan"
+                f" {op.digest[:12]}); compile the job again, or restore the file"
+            )
+    listed = {op.name for op in plan.ops}
+    used = {task.op for program in plan.programs for task in program.tasks if task.kind == COMPUTE}
+    for name in sorted(used - listed):
+        if name in REGISTRY and REGISTRY[name].source:
+            raise VerifyError(f"op {name} is of the user's own, but not among the plan's ops")
 
 
 def _check(task: Task, tensors: Mapping[str, Register], what: str) -> None:
@@ -45,15 +76,16 @@ def _check(task: Task, tensors: Mapping[str, Register], what: str) -> None:
 
 
 def _check_attributes(op: Op, attributes: Mapping[str, Any]) -> None:
+    cls: Any = type(op)
     for name in attributes:
-        value, kind = getattr(op, name), _kinds(op.name)[name]
+        value, kind = getattr(op, name), _kinds(cls)[name]
         if not _fits(value, kind):
             raise VerifyError(f"{name} is {value!r}, not of {getattr(kind, '__name__', kind)}")
 
 
 @cache
-def _kinds(op: str) -> dict[str, Any]:
-    return get_type_hints(REGISTRY[op])
+def _kinds(op: Any) -> dict[str, Any]:
+    return get_type_hints(op)
 
 
 def _fits(value: Any, kind: Any) -> bool:
