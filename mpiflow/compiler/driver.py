@@ -44,6 +44,7 @@ from mpiflow.compiler.schedule import schedule
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import check_stages
 from mpiflow.compiler.trace import trace
+from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.errors import CompileError, JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph
@@ -221,6 +222,7 @@ class _Compiler:
         nbytes: int,
     ) -> Plan:
         train = self.data["train"]
+        ops = user_ops(programs, self.folder)
         self._check_batches(programs)
         dropped = train.rows % train.batch
         if dropped:
@@ -236,7 +238,7 @@ class _Compiler:
             machine=self.machine.name,
             numerics=NUMERICS,
             seed=self.job.seed,
-            identity=identity(self.job, self.model, graph, train),
+            identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),
             variables=variables,
             arenas=(("host", nbytes),),
             process_bytes=self._process_bytes(programs, nbytes),
@@ -244,6 +246,7 @@ class _Compiler:
             settings=self._settings(train, programs),
             programs=programs,
             notes=tuple(relative_line(note, self.folder) for note in self.notes),
+            ops=ops,
         )
         plan = priced(plan)
         self.observe("price", "all", plan)
