@@ -145,7 +145,12 @@ class Graph:
             dtypes = op.dtypes(tuple(t.dtype for t in inputs))
         except GraphError as error:
             raise GraphError(f"{error}\n  {where}") from None
-        name = self.unique(_snake(op.name))
+        if len(dtypes) != len(out_shapes):
+            raise GraphError(
+                f"{op.name} has {len(out_shapes)} outputs, and dtypes() gives {len(dtypes)} dtypes"
+                f" for them\n  {where}"
+            )
+        name = self.unique(_snake(type(op).__name__))
         outputs = tuple(
             Tensor(self, name if i == 0 else f"{name}:{i}", shape, dtype, index=i, where=where)
             for i, (shape, dtype) in enumerate(zip(out_shapes, dtypes, strict=True))
