@@ -86,10 +86,34 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """A file that the variables of a new run begin with, relative to the data folder.
+
+    It is .safetensors, .npz, or a run or a checkpoint of mpiflow. `names` maps our names to those
+    of the file: "torchvision-resnet", "hf-bert:heads=12" or a .toml file. Variables whose name fits
+    a pattern of `without` ("head.*") begin as the model says; tensors of the file that nobody needs
+    are named by `ignore`. Anything else that does not fit is an error.
+    """
+
+    path: str
+    names: str = ""
+    without: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("path", "names"):
+            _check_kind(f"Weights: {name}", getattr(self, name), str)
+        for name in ("without", "ignore"):
+            _check_patterns(f"Weights {self.path!r}: {name}", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A training job. `evaluate` is one data set, or several by name.
 
     In `precision` float16 or bfloat16 products and convolutions are 16-bit, and variables float32.
+    `init` is what a new run begins with. Variables whose name fits a pattern of `frozen`
+    ("block*") never change, and have neither gradient nor optimizer state.
     """
 
     name: str
@@ -103,6 +127,8 @@ class Job:
     best: Best | None = None
     seed: int = 0
     precision: str = "float32"
+    init: str | Weights | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -141,6 +167,9 @@ class Job:
         _check_kind(f"{what}evaluate_every", self.evaluate_every, Every)
         if self.best is not None:
             _check_kind(f"{what}best", self.best, Best)
+        if not isinstance(self.init, str | Weights | None):
+            _check_kind(f"{what}init", self.init, Weights)
+        _check_patterns(f"{what}frozen", self.frozen)
 
     @property
     def evaluations(self) -> dict[str, Dataset]:
@@ -150,6 +179,16 @@ class Job:
         if isinstance(self.evaluate, Dataset):
             return {"evaluate": self.evaluate}
         return dict(self.evaluate)
+
+    @property
+    def weights(self) -> Weights | None:
+        """`init` in full."""
+        return Weights(self.init) if isinstance(self.init, str) else self.init
+
+
+def _check_patterns(what: str, patterns: object) -> None:
+    if not isinstance(patterns, tuple) or not all(isinstance(p, str) for p in patterns):
+        raise JobError(f'{what} is a tuple of name patterns, such as ("head.*",), not {patterns!r}')
 
 
 def _check_kind(what: str, value: object, kind: Any) -> None:
