@@ -1,6 +1,6 @@
 """The documents are true: their programs are the files, their commands print what they say.
 
-Run this file (`python tests/mpi/test_docs.py`) to write what the commands print now into the tour.
+Run this file (`python tests/mpi/test_docs.py`) to write what the commands print now into them.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOUR = ROOT / "docs" / "tour.md"
+DOCUMENTS = ("tour", "ops")
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
 
@@ -41,19 +41,25 @@ def run_console(block, folder):
     return text.replace(str(folder), "/home/me")
 
 
-def run_tour(text, folder):
+def document(name):
+    return ROOT / "docs" / f"{name}.md"
+
+
+def run_document(text, folder):
     (folder / "examples").symlink_to(ROOT / "examples")
     return CONSOLE.sub(lambda m: f"```console\n{run_console(m.group(1), folder)}```", text)
 
 
 @pytest.mark.ranks(2)
-def test_the_tour_prints_what_it_says(tmp_path):
-    text = TOUR.read_text()
-    assert run_tour(text, tmp_path) == text
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_prints_what_it_says(tmp_path, name):
+    text = document(name).read_text()
+    assert run_document(text, tmp_path) == text
 
 
 @pytest.mark.parametrize(
-    ("document", "program"), [("README.md", "digits"), ("docs/tour.md", "tour")]
+    ("document", "program"),
+    [("README.md", "digits"), ("docs/tour.md", "tour"), ("docs/ops.md", "own_op")],
 )
 def test_a_document_shows_the_program_as_it_is(document, program):
     assert (ROOT / "examples" / f"{program}.py").read_text() in (ROOT / document).read_text()
@@ -62,5 +68,6 @@ def test_a_document_shows_the_program_as_it_is(document, program):
 if __name__ == "__main__":
     import tempfile
 
-    with tempfile.TemporaryDirectory() as folder:
-        TOUR.write_text(run_tour(TOUR.read_text(), Path(folder)))
+    for name in DOCUMENTS:
+        with tempfile.TemporaryDirectory() as folder:
+            document(name).write_text(run_document(document(name).read_text(), Path(folder)))
