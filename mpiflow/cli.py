@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NoReturn
 
-from mpiflow import commands
+from mpiflow import commands, data_commands
 from mpiflow.errors import MpiflowError, UsageError
 from mpiflow.version import __version__
 
@@ -87,14 +87,19 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"mpiflow {__version__}")
     below = top.add_subparsers(metavar="COMMAND", required=True)
-    for function, arguments in _COMMANDS:
-        _add(below, function, arguments)
-    for name, text, members in _GROUPS:
-        group = below.add_parser(name, help=text, description=text)
-        members_below = group.add_subparsers(metavar="COMMAND", required=True)
-        for function, arguments in members:
-            _add(members_below, function, arguments)
+    _add_all(below, (*_COMMANDS, *_GROUPS))
     return top
+
+
+def _add_all(below: Any, entries: tuple[Any, ...]) -> None:
+    """Commands (function, arguments), and groups of them (name, help, entries)."""
+    for entry in entries:
+        if len(entry) == 2:
+            _add(below, *entry)
+            continue
+        name, text, members = entry
+        group = below.add_parser(name, help=text, description=text)
+        _add_all(group.add_subparsers(metavar="COMMAND", required=True), members)
 
 
 def _add(below: Any, function: Callable[..., Any], arguments: tuple[_Argument, ...]) -> None:
@@ -156,19 +161,60 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.doctor, (_JSON,)),
 )  # fmt: skip
 
-_GROUPS: tuple[
-    tuple[str, str, tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...]], ...
-] = (
+_OUT = _argument("out", metavar="OUT", help="a folder, for train-*.h5 and test-*.h5 in it;"
+                 " or the files of one set, such as mine/test-*.h5")  # fmt: skip
+_PACK = (
+    _argument("--test", metavar="SHARE|ROWS", help="keep 0.1 or 1000 rows to test with"),
+    _argument("--shuffle", action="store_true", help="in a random order"),
+    _argument("--seed", type=int, default=0, metavar="N", help="of what is random (default: 0)"),
+    _argument("--shards", metavar="N|ROWS,ROWS,...",
+              help="how many files, or their rows (default: files of 256 MiB)"),
+    _argument("--shard-rows", type=int, metavar="N", help="rows of each file"),
+    _argument("--chunk-rows", type=int, metavar="N",
+              help="rows of each HDF5 chunk, which are read together (default: 1 MiB at most)"),
+    _argument("--compression", choices=("gzip", "lzf"), help="default: none"),
+    _argument("--overwrite", action="store_true", help="replace files of these names"),
+)  # fmt: skip
+_FILES = _argument("file", nargs="+", metavar="FILE", help="one or more, plain or with gzip")
+
+_PACKERS = (
+    (data_commands.pack_arrays, (
+        _argument("source", metavar="FILE.npz|MODULE.py:FUNCTION"), _OUT, *_PACK)),
+    (data_commands.pack_images, (
+        _argument("folder", metavar="FOLDER", help="with a folder for each class"), _OUT,
+        _argument("--size", metavar="N|WxH", help="make all images this size, in pixels"),
+        _argument("--fit", choices=("crop", "pad", "stretch"),
+                  help="how: cut around the middle, add black, or distort (default: crop)"),
+        _argument("--gray", action="store_true", help="one channel, not three"), *_PACK)),
+    (data_commands.pack_idx, (
+        _argument("source", nargs="+", metavar="FOLDER|FIELD=FILE"), _OUT, *_PACK)),
+    (data_commands.pack_csv, (
+        _FILES, _OUT,
+        _argument("--field", action="append", default=[],
+                  metavar="NAME[=COLUMN,FIRST..LAST][:DTYPE[:SHAPE]]",
+                  help="a field, as in x=a,b:float32; the DTYPE category is for names"),
+        _argument("--delimiter", default=",", metavar="C", help="between cells (default: a comma)"),
+        _argument("--no-header", action="store_true",
+                  help="the first line has numbers; columns are called 1, 2, ..."), *_PACK)),
+    (data_commands.pack_text, (
+        _FILES, _OUT,
+        _argument("--length", type=int, required=True, metavar="N",
+                  help="tokens of a row; to predict the next token, one more than the context"),
+        _argument("--vocabulary", type=int, metavar="N", help="learn a tokenizer of N tokens"),
+        _argument("--kind", choices=("bpe", "wordpiece"),
+                  help="of bytes as GPT-2's, or of lower-case words as BERT's (default: bpe)"),
+        _argument("--tokenizer", metavar="FILE.json", help="use this one, a tokenizer.json"),
+        _argument("--documents", choices=("none", "file", "blank", "line"), default="none",
+                  help="a document ends where a file does, at blank lines, with each line; a token"
+                  " marks it (default: none)"),
+        _argument("--pairs", action="store_true",
+                  help="two pieces of a document a row, with masked tokens: as BERT's"), *_PACK)),
+)  # fmt: skip
+
+_GROUPS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("data", "Make and examine data files.", (
-        (commands.data_pack, (
-            _argument("source", metavar="FILE.npz|MODULE.py:FUNCTION"),
-            _argument("out", metavar="OUT", help="such as digits/train-*.h5"),
-            _argument("--shards", metavar="N|ROWS,ROWS,...", help="how many files, or their rows"),
-            _argument("--shard-rows", type=int, metavar="N", help="rows of each file"),
-            _argument("--chunk-rows", type=int, metavar="N", help="rows of each HDF5 chunk"),
-            _argument("--compression", choices=("gzip", "lzf"), help="default: none"),
-            _argument("--overwrite", action="store_true"))),
-        (commands.data_info, (_argument("pattern", metavar="PATTERN"), _DATA, _JSON)),
+        ("pack", "Make data files of arrays, images, tables or text.", _PACKERS),
+        (data_commands.data_info, (_argument("pattern", metavar="PATTERN"), _DATA, _JSON)),
     )),
     ("checkpoint", "Examine checkpoints.", (
         (commands.checkpoint_info, (

@@ -6,7 +6,6 @@ A command imports what it needs when it runs: planning must work where mpi4py an
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -248,63 +247,7 @@ def _plan_text(options: Namespace, ranks: int) -> str:
     return store.dumps(made).decode()
 
 
-# -- data, checkpoints, machine -------------------------------------------------------------------
-
-
-def data_pack(options: Namespace) -> None:
-    """Pack arrays into sharded HDF5.
-
-    SOURCE is FILE.npz, or MODULE.py:FUNCTION, a function that returns arrays by field name, or
-    yields such mappings piece by piece. OUT names the files; its * becomes 000, 001, ...
-    """
-    from mpiflow.io.info import info, info_text
-    from mpiflow.io.pack import pack
-
-    shards: int | list[int] | None = None
-    if options.shards:
-        counts = [int(part) for part in _numbers("--shards", options.shards)]
-        shards = counts[0] if len(counts) == 1 else counts
-    pack(
-        options.source,
-        options.out,
-        shards=shards,
-        shard_rows=options.shard_rows,
-        chunk_rows=options.chunk_rows,
-        compression=options.compression,
-        overwrite=options.overwrite,
-        progress=_pack_progress() if sys.stderr.isatty() else None,
-    )
-    print(info_text(info(options.out, Path("."))))
-
-
-def _numbers(option: str, text: str) -> list[str]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise UsageError(f"{option} {text}: write a number of files, or the rows of each: 400,377")
-    return parts
-
-
-def _pack_progress() -> Callable[[int, int | None], None]:
-    def show(done: int, total: int | None) -> None:
-        of = f" of {total:,}" if total else ""
-        sys.stderr.write(f"\r{done:,}{of} rows" + ("\n" if done == total else ""))
-        sys.stderr.flush()
-
-    return show
-
-
-def data_info(options: Namespace) -> int:
-    """Show what data files hold, and what is wrong with them; exit code 1 if anything is."""
-    from dataclasses import asdict
-
-    from mpiflow.io.info import info, info_text
-
-    found = info(options.pattern, Path(options.data))
-    if options.json:
-        options.answer = asdict(found)
-    else:
-        print(info_text(found))
-    return 1 if found.problems else 0
+# -- checkpoints, machine -------------------------------------------------------------------------
 
 
 def checkpoint_info(options: Namespace) -> None:

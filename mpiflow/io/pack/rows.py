@@ -1,4 +1,4 @@
-"""Rows that can be taken in any order, how they are shuffled, and how they are divided into sets."""
+"""Rows that can be taken in any order: shuffled, divided into sets, kept on the disk."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def spooled(pieces: Iterable[Arrays], folder: Path) -> ArrayRows:
 
 
 def _append(file: IO[bytes], array: NDArray[Any], folder: Path) -> None:
-    view = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     try:
         while view:
             view = view[file.write(view) :]

@@ -38,28 +38,22 @@ def pack(
     `Storage`; with two sets, `shards` is the number of files of the first.
     """
     storage = Storage(_counts(shards), shard_rows, chunk_rows, compression)
-    out = Path(out)
-    if is_pattern(out):
-        if test:
-            raise UsageError(f"{out}: rows to train and to test are two sets; name a folder")
-        patterns = {"": out}
-    else:
-        patterns = {name: out / f"{name}-*.h5" for name in ("train", "test")[: 2 if test else 1]}
+    patterns = _patterns(Path(out), ("train", "test") if test else ("train",))
     old = {pattern: existing(pattern, overwrite) for pattern in patterns.values()}
     opened: Rows | Iterator[Arrays] = open_source(source)
     if not isinstance(opened, Rows) and (test or shuffle or isinstance(storage.shards, int)):
-        opened = spooled(_reported(opened, progress), out.parent)
+        opened = spooled(_reported(opened, progress), _folder(patterns))
     parts: dict[str, _Opened]
     if test and isinstance(opened, Rows):
         parts = {**divided(opened, test, shuffle=shuffle, seed=seed)}
     else:
-        parts = {name: _ordered(opened, shuffle, seed) for name in patterns}
+        parts = {"train": _ordered(opened, shuffle, seed)}
     return write_sets(_row_sets(parts, patterns, storage), old, progress)
 
 
 def pack_sets(
     sets: Mapping[str, Source],
-    folder: str | Path,
+    out: str | Path,
     *,
     shuffle: bool = False,
     seed: int = 0,
@@ -67,15 +61,18 @@ def pack_sets(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write each source of `sets` to `folder`/NAME-*.h5, all of them or none; gives the files."""
+    """Write each source of `sets` to `out`/NAME-*.h5, all of them or none; gives the files.
+
+    A single one may go to files by another pattern, as `pack` takes it.
+    """
     storage = storage or Storage()
-    patterns = {name: Path(folder) / f"{name}-*.h5" for name in sets}
+    patterns = _patterns(Path(out), tuple(sets))
     old = {pattern: existing(pattern, overwrite) for pattern in patterns.values()}
     parts: dict[str, _Opened] = {}
     for number, (name, source) in enumerate(sets.items()):
         opened = open_source(source)
         if not isinstance(opened, Rows) and (shuffle or isinstance(storage.shards, int)):
-            opened = spooled(_reported(opened, progress), Path(folder))
+            opened = spooled(_reported(opened, progress), _folder(patterns))
         parts[name] = _ordered(opened, shuffle, seed + number)
     return write_sets(_row_sets(parts, patterns, storage), old, progress)
 
@@ -83,6 +80,19 @@ def pack_sets(
 def is_pattern(out: Path) -> bool:
     """Whether a path names files, not the folder for them."""
     return "*" in out.name or out.suffix in (".h5", ".hdf5")
+
+
+def _patterns(out: Path, names: tuple[str, ...]) -> dict[str, Path]:
+    """The files of each set."""
+    if not is_pattern(out):
+        return {name: out / f"{name}-*.h5" for name in names}
+    if len(names) > 1:
+        raise UsageError(f"{out}: the sets {', '.join(names)} need a folder for their files")
+    return {names[0]: out}
+
+
+def _folder(patterns: Mapping[str, Path]) -> Path:
+    return next(iter(patterns.values())).parent
 
 
 def _counts(shards: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
@@ -114,11 +124,11 @@ def _row_sets(
     first = 0
     for name, part in parts.items():
         if not isinstance(part, Part):
-            yield RowSet(name, patterns[name], part, None, storage)
+            yield RowSet(patterns[name], part, None, storage)
             continue
         own = storage
         if first and isinstance(storage.shards, int):
             share = round(storage.shards * len(part) / first)
             own = replace(storage, shards=min(max(1, share), max(1, len(part))))
         first = first or len(part)
-        yield RowSet(name, patterns[name], part.pieces(), len(part), own)
+        yield RowSet(patterns[name], part.pieces(), len(part), own)

@@ -17,7 +17,7 @@ Source = Rows | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Callable[[], A
 
 
 def open_source(source: Source) -> Rows | Iterator[Arrays]:
-    """Rows, or a stream of pieces of them; each field is an array, of as many rows as the others."""
+    """Rows, or a stream of pieces of them, in which every field has equally many rows."""
     given: Any = source
     if isinstance(source, str | Path):
         text = str(source)

@@ -80,7 +80,6 @@ class Storage:
 class RowSet:
     """One set to write: files by `pattern`, whose `*` becomes 000, 001, ...; rows in pieces."""
 
-    name: str
     pattern: Path
     pieces: Iterator[Arrays]
     total: int | None
@@ -179,7 +178,7 @@ def _counted(pieces: Iterable[Arrays], one: RowSet, progress: Progress | None) -
         yield piece
         done += length(piece)
         if progress:
-            progress(f"rows{one.name and f' of {one.name}'} written", done, one.total)
+            progress(f"rows of {one.pattern.name} written", done, one.total)
 
 
 def _cut(pieces: Iterable[Arrays], sizes: Iterable[int]) -> Iterator[tuple[int, int, Arrays]]:

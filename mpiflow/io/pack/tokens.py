@@ -1,0 +1,32 @@
+"""Rows of tokens, cut from all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpiflow.io.pack.rows import Arrays, Rows, Selection
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows(Rows):
+    """Rows `tokens` (length,), which begin at `starts` of all tokens."""
+
+    tokens: NDArray[Any]
+    starts: NDArray[np.int64]
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def take(self, which: Selection) -> Arrays:
+        """The tokens of the rows."""
+        return {"tokens": self.tokens[self.starts[which][:, None] + np.arange(self.length)]}
+
+
+def token_dtype(vocabulary: int) -> np.dtype:
+    """The smallest unsigned dtype that holds every token; uint16 at least."""
+    return np.dtype("uint16" if vocabulary <= 1 << 16 else "uint32")
