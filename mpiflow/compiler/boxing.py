@@ -12,9 +12,14 @@ left out: it would hold the whole tensor on every rank. A conversion is the chea
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import inf, prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpiflow.compiler.cost import collective_seconds, compute_seconds
 from mpiflow.compiler.machine import Machine
@@ -44,6 +49,8 @@ def path(
     source: Layout, target: Layout, shape: tuple[int, ...], dtype: str, mesh: Mesh, machine: Machine
 ) -> tuple[Hop, ...]:
     """The cheapest hops from one layout to another (Dijkstra; ties by position)."""
+    between = _choices({x for x in (*source, *target) if isinstance(x, S)}, shape)
+    choices = [tuple(dict.fromkeys((b, a, *between))) for a, b in zip(source, target, strict=True)]
     queue: list[tuple[float, int, Layout, tuple[Hop, ...]]] = [(0.0, 0, source, ())]
     settled: set[Layout] = set()
     pushed = 0
@@ -54,22 +61,42 @@ def path(
         if layout in settled:
             continue
         settled.add(layout)
-        for hop in _hops(layout, source, target, shape, dtype, mesh, machine):
+        for hop in _hops(layout, choices, shape, dtype, mesh, machine):
             if hop.target not in settled:
                 pushed += 1
                 heapq.heappush(queue, (seconds + hop.seconds, pushed, hop.target, (*hops, hop)))
     raise CompileError(f"no conversion leads from layout {source} to {target} of shape {shape}")
 
 
+def prices(
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: tuple[int, ...],
+    dtype: str,
+    mesh: Mesh,
+    machine: Machine,
+) -> NDArray[np.float64]:
+    """The predicted seconds from each source to each target; infinite where no path leads."""
+    used = {sbp for layout in (*sources, *targets) for sbp in layout}
+    index, table = _all_prices(shape, dtype, _choices(used, shape), mesh, machine)
+    return table[np.ix_([index[x] for x in sources], [index[x] for x in targets])]
+
+
 @cache
-def seconds(
-    source: Layout, target: Layout, shape: tuple[int, ...], dtype: str, mesh: Mesh, machine: Machine
-) -> float:
-    """The predicted time of a conversion; infinite where there is none."""
-    try:
-        return sum(hop.seconds for hop in path(source, target, shape, dtype, mesh, machine))
-    except CompileError:
-        return inf
+def _all_prices(
+    shape: tuple[int, ...], dtype: str, choices: tuple[Sbp, ...], mesh: Mesh, machine: Machine
+) -> tuple[dict[Layout, int], NDArray[np.float64]]:
+    """Layouts of these choices, numbered, and the seconds between any two (Floyd 1962)."""
+    layouts = [x for x in product(choices, repeat=len(mesh.axes)) if is_legal(x, shape, mesh)]
+    index = {layout: i for i, layout in enumerate(layouts)}
+    table = np.full((len(layouts), len(layouts)), inf)
+    np.fill_diagonal(table, 0.0)
+    for layout, i in index.items():
+        for hop in _hops(layout, [choices] * len(layout), shape, dtype, mesh, machine):
+            table[i, index[hop.target]] = hop.seconds
+    for i in range(len(layouts)):
+        np.minimum(table, table[:, i, None] + table[i], out=table)
+    return index, table
 
 
 def is_legal(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
@@ -104,49 +131,32 @@ def without_units(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
 
 def _hops(
     layout: Layout,
-    source: Layout,
-    target: Layout,
+    choices: Sequence[Iterable[Sbp]],
     shape: tuple[int, ...],
     dtype: str,
     mesh: Mesh,
     machine: Machine,
 ) -> list[Hop]:
+    """The legal hops from a layout to one of the choices of an axis."""
     found = []
-    for axis in range(len(layout)):
-        for sbp in _candidates(axis, source, target, shape):
-            kind = _kind(layout[axis], sbp, target[axis], dtype)
-            hop = _hop(kind, axis, layout, sbp, shape, dtype, mesh, machine) if kind else None
-            if hop is not None:
-                found.append(hop)
+    for axis, sbps in enumerate(choices):
+        for sbp in sbps:
+            kind = _kind(layout[axis], sbp, dtype)
+            changed = (*layout[:axis], sbp, *layout[axis + 1 :])
+            legal = kind and is_legal(changed, shape, mesh)
+            if legal and not _interleaved(layout, sbp, axis):
+                price = _price(kind, axis, layout, changed, shape, dtype, mesh, machine)
+                found.append(Hop(kind, axis, layout, changed, price))
     return found
 
 
-@cache
-def _hop(
-    kind: str,
-    axis: int,
-    layout: Layout,
-    sbp: Sbp,
-    shape: tuple[int, ...],
-    dtype: str,
-    mesh: Mesh,
-    machine: Machine,
-) -> Hop | None:
-    """The hop that changes one axis to `sbp`; None where it is not legal."""
-    changed = (*layout[:axis], sbp, *layout[axis + 1 :])
-    if not is_legal(changed, shape, mesh) or _interleaved(layout, sbp, axis):
-        return None
-    price = _price(kind, axis, layout, changed, shape, dtype, mesh, machine)
-    return Hop(kind, axis, layout, changed, price)
-
-
-def _candidates(axis: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> list[Sbp]:
-    units = {sbp for sbp in (*source, *target) if isinstance(sbp, S)}
+def _choices(used: Iterable[Sbp], shape: tuple[int, ...]) -> tuple[Sbp, ...]:
+    """What an axis may have on the way: B, any split, and what is used at the ends."""
     splits = [S(dim) for dim in range(len(shape))]
-    return list(dict.fromkeys([target[axis], source[axis], B, *splits, *sorted(units, key=str)]))
+    return tuple(dict.fromkeys([B, *splits, *sorted(used, key=str)]))
 
 
-def _kind(a: Sbp, b: Sbp, wanted: Sbp, dtype: str) -> str:
+def _kind(a: Sbp, b: Sbp, dtype: str) -> str:
     match a, b:
         case _ if a == b:
             return ""
@@ -162,7 +172,7 @@ def _kind(a: Sbp, b: Sbp, wanted: Sbp, dtype: str) -> str:
             return "reduce_scatter"
         case Broadcast(), S():
             return "slice"
-        case Broadcast(), Partial() if b == wanted and dtype != "bool":
+        case Broadcast(), Partial() if dtype != "bool":
             return "keep_first" if b.reduce == "sum" else "copy"
     return ""
 

@@ -243,8 +243,10 @@ class _Solver:
         dtypes = tuple(t.dtype for t in (*node.inputs, *node.outputs))
         return op_seconds(self.machine, node.op, inputs, outputs, dtypes)
 
-    def _convert(self, tensor: Tensor, source: Layout, target: Layout) -> float:
-        return boxing.seconds(source, target, tensor.shape, tensor.dtype, self.mesh, self.machine)
+    def _convert(self, tensor: Tensor, sources: list[Layout], targets: list[Layout]) -> Table:
+        """Seconds to convert a tensor, by source and target."""
+        shape, dtype = tensor.shape, tensor.dtype
+        return boxing.prices(sources, targets, shape, dtype, self.mesh, self.machine)
 
     def _table(self, tensor: Tensor, consumer: int, operand: int | None) -> Table:
         """Seconds to convert a tensor, by choice of its producer and of a consumer.
@@ -255,10 +257,9 @@ class _Solver:
         sources, targets = self.domains[producer], self.domains[consumer]
         key = (id(sources), output, id(targets), operand, tensor.shape, tensor.dtype)
         if key not in self.tables:
+            given = [s.outputs[output] for s in sources]
             wanted = [t.outputs[0] if operand is None else t.inputs[operand] for t in targets]
-            self.tables[key] = np.array(
-                [[self._convert(tensor, s.outputs[output], w) for w in wanted] for s in sources]
-            )
+            self.tables[key] = self._convert(tensor, given, wanted)
         return self.tables[key]
 
     def _input_edges(self, index: int, node: Node) -> None:
@@ -271,10 +272,8 @@ class _Solver:
         everywhere = (B,) * len(self.mesh.axes)
         for tensor in self.graph.outputs.values():
             producer, output = self.position[tensor]
-            unary[producer] += [
-                _EXPOSED * self._convert(tensor, choice.outputs[output], everywhere)
-                for choice in self.domains[producer]
-            ]
+            given = [choice.outputs[output] for choice in self.domains[producer]]
+            unary[producer] += _EXPOSED * self._convert(tensor, given, [everywhere])[:, 0]
 
     def _assign_edges(self, unary: list[Table]) -> None:
         for name, value in self.graph.assigns.items():

@@ -146,12 +146,25 @@ def test_integers_convert_exactly():
 def test_no_conversion_costs_more_than_a_way_round():
     mesh, shape = parse_mesh("data=2,model=3"), (6, 40)
     found = layouts(mesh, shape, more=())
-    seconds = {
-        (a, b): boxing.seconds(a, b, shape, "float32", mesh, MACHINE)
-        for a, b in product(found, found)
-    }
-    for a, b, c in product(found, found, found):
-        assert seconds[a, c] <= seconds[a, b] + seconds[b, c] + 1e-12, (a, b, c)
+    seconds = boxing.prices(found, found, shape, "float32", mesh, MACHINE)
+    round_trips = seconds[:, :, None] + seconds[None, :, :]
+    assert (seconds[:, None, :] <= round_trips + 1e-12).all()
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 3), (1, 2)], ids=str)
+def test_the_price_of_a_conversion_is_that_of_its_hops(sizes):
+    mesh, shape = Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes))), (6, 40)
+    found = layouts(mesh, shape, more=(MAX, S(1, 4)))
+    prices = boxing.prices(found, found, shape, "float32", mesh, MACHINE)
+    for (i, a), (j, b) in product(enumerate(found), enumerate(found)):
+        hops = boxing.path(a, b, shape, "float32", mesh, MACHINE)
+        assert prices[i, j] == pytest.approx(sum(hop.seconds for hop in hops)), (a, b)
+
+
+def test_a_sum_of_16_bits_has_no_price_where_its_parts_would_be_added():
+    found = [(B,), (P,), (S(0),)]
+    prices = boxing.prices(found, found, (6, 8), "bfloat16", parse_mesh("data=2"), MACHINE)
+    assert [list(row) for row in np.isinf(prices)] == [[0, 0, 0], [1, 0, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
