@@ -8,6 +8,7 @@ from mpiflow.graph.grad import gradients
 from mpiflow.graph.graph import Graph, building
 from mpiflow.ops.step import STEP
 from mpiflow.optim import Optimizer
+from mpiflow.optim.rows import row_gradients
 
 
 def differentiate(graph: Graph, optimizer: Optimizer, *, scaled: bool = False) -> tuple[str, ...]:
@@ -22,16 +23,17 @@ def differentiate(graph: Graph, optimizer: Optimizer, *, scaled: bool = False) -
         scale = LossScale(graph) if scaled else None
         loss = scale.loss() if scale else graph.outputs["loss"]
         found = gradients(graph, loss, [v.tensor for v in trainable])
-        given = {v: g for v, g in zip(trainable, found, strict=True) if g is not None}
-        if not given:
+        whole = {v: g for v, g in zip(trainable, found, strict=True) if g is not None}
+        if not whole:
             raise JobError(
                 "the loss depends on no trainable variable, so there is nothing to train"
             )
+        given, remarks = row_gradients(graph, optimizer, whole)
         if scale:
             given = scale.unscale(given)
         before = set(graph.assigns)
         optimizer.update(graph, given)
         if scale:
             scale.guard(before | {STEP})
-    idle = [v.name for v in trainable if v not in given]
-    return tuple(f"the loss does not depend on variable {name}; it stays" for name in idle)
+    idle = (v.name for v in trainable if v not in given)
+    return *(f"the loss does not depend on variable {name}; it stays" for name in idle), *remarks

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpiflow.graph.graph import Graph, Variable
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import apply
 from mpiflow.ops.elementwise import add, multiply
 from mpiflow.ops.index import equal
 from mpiflow.ops.random import Fill, fill
+from mpiflow.ops.rowupdate import RowUpdate
 from mpiflow.ops.scaling import CountNonFinite, NextLossScale
 from mpiflow.ops.select import where
+from mpiflow.optim.rows import Gradient, Rows
 
 SCALE, GOOD = "loss_scale", "loss_scale.good_steps"
 SKIPPED = "skipped"
@@ -29,10 +33,13 @@ class LossScale:
         """What is differentiated instead of the loss."""
         return multiply(self.graph.outputs["loss"], self.scale)
 
-    def unscale(self, gradients: dict[Variable, Tensor]) -> dict[Variable, Tensor]:
+    def unscale(self, gradients: dict[Variable, Gradient]) -> dict[Variable, Gradient]:
         """The gradients of the loss itself; counts what is not finite in them."""
         with self.graph.scope(SCALE):
-            counts = [apply(CountNonFinite(), g) for g in gradients.values()]
+            counts = [
+                apply(CountNonFinite(), g.values if isinstance(g, Rows) else g)
+                for g in gradients.values()
+            ]
             bad = counts[0]
             for count in counts[1:]:
                 bad = add(bad, count)
@@ -45,11 +52,21 @@ class LossScale:
             self.graph.assign(self.scale, scale)
             self.graph.assign(self.good, good)
             inverse = 1.0 / self.scale
-            return {v: multiply(g, inverse) for v, g in gradients.items()}
+            return {v: self._unscaled(g, inverse) for v, g in gradients.items()}
+
+    def _unscaled(self, gradient: Gradient, inverse: Tensor) -> Gradient:
+        if not isinstance(gradient, Rows):
+            return multiply(gradient, inverse)
+        # In a bad step no row is updated, which spares the table a look at every row.
+        ids = where(self.fine, gradient.ids, -1)
+        return replace(gradient, values=multiply(gradient.values, inverse), ids=ids)
 
     def guard(self, before: set[str]) -> None:
         """Let every variable that was not assigned `before` change in good steps only."""
         for name in [name for name in self.graph.assigns if name not in before]:
+            node = self.graph.assigns[name].node
+            if node is not None and isinstance(node.op, RowUpdate):
+                continue
             old = self.graph.variables[name].tensor
             with self.graph.scope(SCALE):
                 kept = where(self.fine, self.graph.assigns[name], old)

@@ -13,6 +13,13 @@ class Embedding(Layer):
     """ids (...) -> rows (..., width) of a learned table (rows, width); normal(0.02) at the start.
 
     `as_logits` is the output layer that shares the table (tied weights).
+
+    A table that is used by lookups only can be updated by rows: a step then reads and writes the
+    rows that it looks up, however large the table is. That is what happens where it gives the same
+    as an update of the whole table: with SGD without momentum and with Adagrad, neither with weight
+    decay, for tables of more rows than a step has ids. `sparse=True` asks for it with any of SGD,
+    Adagrad, Adam and AdamW, for which it is the lazy form: momentum, moments and weight decay of
+    the other rows stand still, and a note in the plan says so. `sparse=False` rules it out.
     """
 
     def __init__(
@@ -24,19 +31,20 @@ class Embedding(Layer):
         init: Initializer | None = None,
         dtype: str = "float32",
         sbp: Hint | None = None,
+        sparse: bool | None = None,
     ) -> None:
         super().__init__(name, "embedding")
         if rows < 1 or width < 1:
             raise GraphError(f"Embedding {self.name}: ({rows}, {width}) is no shape of a table")
         self.rows, self.width, self.dtype = rows, width, dtype
-        self.init, self.sbp = init or normal(0.02), sbp
+        self.init, self.sbp, self.sparse = init or normal(0.02), sbp, sparse
         self._table: Tensor | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """The rows of `ids`."""
         table = self.table()
         with current().scope(self.name):
-            return embedding(table, ids)
+            return embedding(table, ids, sparse=self.sparse)
 
     def as_logits(self, x: Tensor) -> Tensor:
         """x (..., width) times the table: one number a row, (..., rows)."""

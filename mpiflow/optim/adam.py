@@ -23,6 +23,7 @@ class Adam(Optimizer):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     decoupled: ClassVar[bool] = False
+    rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Optimizer.__post_init__(self)
@@ -31,6 +32,9 @@ class Adam(Optimizer):
                 raise JobError(
                     f"{type(self).__name__}: betas must be at least 0 and below 1, not {self.betas}"
                 )
+
+    def drifting(self, weight_decay: float) -> tuple[str, ...]:
+        return ("moments", *Optimizer.drifting(self, weight_decay))
 
     def _update(self, one: One) -> None:
         op = self._op(one)
@@ -74,10 +78,11 @@ class LAMB(AdamW):
 
     eps: float = 1e-6
     norms: ClassVar[bool] = True
+    rows: ClassVar[bool] = False
 
     def _rate(self, one: One, op: AdamUpdate, corrections: Tensors, moments: Tensors) -> Tensor:
         if not one.group.adapt:
             return one.rate()
         settings = {f.name: getattr(op, f.name) for f in fields(op)} | {"ema": 0.0}
-        inputs = one.weight, one.gradient, *corrections, *one.factor(), *moments
+        inputs = one.weight, one.values, *corrections, *one.factor(), *moments
         return one.adapted_rate(one.node(AdamSquares(**settings), *inputs)[0])

@@ -15,9 +15,11 @@ from mpiflow.graph.op import Op
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.gradnorm import TrustRatio
 from mpiflow.ops.random import Fill
+from mpiflow.ops.rowupdate import by_rows
 from mpiflow.ops.schedule import Schedule
 from mpiflow.ops.shape import Identity
 from mpiflow.ops.update import Update
+from mpiflow.optim.rows import Gradient, Rows
 from mpiflow.optim.scalars import Scalars
 
 GRADIENT_NORM = "gradient_norm"
@@ -99,6 +101,8 @@ class Optimizer:
     ema: float = 0.0
     norms: ClassVar[bool] = False
     """Whether a gradient has other readers than the update."""
+    rows: ClassVar[bool] = False
+    """Whether some rows of a table can be updated without the others."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -119,7 +123,16 @@ class Optimizer:
         """This optimizer for a run of so many steps, which a schedule may need to know."""
         return replace(self, lr=self.lr.over(steps)) if isinstance(self.lr, Schedule) else self
 
-    def update(self, graph: Graph, gradients: dict[Variable, Tensor]) -> None:
+    def drifting(self, weight_decay: float) -> tuple[str, ...]:
+        """What changes a weight even while its gradient is zero."""
+        return ("weight decay",) if weight_decay else ()
+
+    def decay_of(self, variable: Variable) -> float:
+        """The weight decay of a variable: its group's, or else the optimizer's."""
+        own = self._group(variable).weight_decay
+        return float(self.weight_decay if own is None else own)
+
+    def update(self, graph: Graph, gradients: dict[Variable, Gradient]) -> None:
         """Assign the next value of every variable, and of what is kept beside it."""
         self._check_groups(list(gradients))
         before = len(graph.nodes)
@@ -130,11 +143,9 @@ class Optimizer:
         ]
         with graph.scope("update", graph.outputs["loss"].where):
             if self.clip or self.norms:
-                ones = [
-                    replace(one, gradient=one.node(Identity(), one.gradient)[0]) for one in ones
-                ]
+                ones = [one.with_one_reader() for one in ones]
             if self.clip:
-                norm = scalars.clip(self.clip, [one.squares(one.gradient) for one in ones])
+                norm = scalars.clip(self.clip, [one.squares(one.values) for one in ones])
                 graph.outputs.setdefault(GRADIENT_NORM, norm)
             for one in ones:
                 self._update(one)
@@ -160,7 +171,7 @@ class One:
 
     graph: Graph
     variable: Variable
-    gradient: Tensor
+    gradient: Gradient
     scalars: Scalars
     group: Group
     optimizer: Optimizer
@@ -170,10 +181,20 @@ class One:
         return self.variable.tensor
 
     @property
+    def values(self) -> Tensor:
+        """What of the gradient is not zero."""
+        return self.gradient.values if isinstance(self.gradient, Rows) else self.gradient
+
+    @property
     def weight_decay(self) -> float:
         """The group's, or else the optimizer's."""
-        own = self.group.weight_decay
-        return float(self.optimizer.weight_decay if own is None else own)
+        return self.optimizer.decay_of(self.variable)
+
+    def with_one_reader(self) -> One:
+        """With a copy of the gradient, so that what is partial is reduced once for all readers."""
+        if isinstance(self.gradient, Rows):
+            return self  # which is a sum already
+        return replace(self, gradient=self.node(Identity(), self.gradient)[0])
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -206,7 +227,7 @@ class One:
 
     def gradient_squares(self) -> Tensor:
         """The sum of the squares of the gradient, after clipping."""
-        squares, factor = self.squares(self.gradient), self.scalars.factor
+        squares, factor = self.squares(self.values), self.scalars.factor
         return squares if factor is None else squares * factor * factor
 
     def node(self, op: Op, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -228,7 +249,10 @@ class One:
         """The update op: what it gives is assigned to the weight, what is kept, the average."""
         if self.optimizer.ema:
             kept = (*kept, self.keep(AVERAGE, self.variable.init))
-        inputs = (self.weight, self.gradient, *scalars, *self.factor(), *kept)
+        ids: tuple[Tensor, ...] = ()
+        if isinstance(self.gradient, Rows):
+            op, ids = by_rows(op, self.gradient.block), (self.gradient.ids,)
+        inputs = (self.weight, self.values, *ids, *scalars, *self.factor(), *kept)
         for old, new in zip((self.weight, *kept), self.node(op, *inputs), strict=True):
             self.graph.assign(old, new)
 

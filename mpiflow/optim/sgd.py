@@ -16,16 +16,22 @@ class SGD(Optimizer):
     """Stochastic gradient descent.
 
     m' = momentum m + g + weight_decay w; w' = w - lr m', or with `nesterov`
-    w' = w - lr (g + weight_decay w + momentum m').
+    w' = w - lr (g + weight_decay w + momentum m'). On rows of a table (see nn.Embedding) momentum
+    and weight decay of rows that a step does not look up stand still; without both, nothing does.
     """
 
     momentum: float = 0.0
     nesterov: bool = False
+    rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Optimizer.__post_init__(self)
         if self.nesterov and not self.momentum:
             raise JobError("SGD: nesterov needs a momentum above 0")
+
+    def drifting(self, weight_decay: float) -> tuple[str, ...]:
+        own = ("momentum",) if self.momentum else ()
+        return own + Optimizer.drifting(self, weight_decay)
 
     def _update(self, one: One) -> None:
         op = SgdUpdate(
@@ -65,11 +71,15 @@ class LARS(Optimizer):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Adagrad(Optimizer):
-    """s' = s + g^2; w' = w - lr g / (sqrt(s') + eps) (Duchi, Hazan, Singer 2011)."""
+    """s' = s + g^2; w' = w - lr g / (sqrt(s') + eps) (Duchi, Hazan, Singer 2011).
+
+    Without weight decay it is the same on rows of a table as on all of it; see nn.Embedding.
+    """
 
     eps: float = 1e-10
     start: float = 0.0
     """What the sums of squares begin with."""
+    rows: ClassVar[bool] = True
 
     def _update(self, one: One) -> None:
         op = AdagradUpdate(eps=float(self.eps), weight_decay=one.weight_decay, **one.settings)
