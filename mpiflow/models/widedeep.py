@@ -21,7 +21,9 @@ BUCKETS = 32
 class WideDeep:
     """Called on ids, one tensor (n,) a table, and numbers (n, k), it gives logits (n,).
 
-    `tables` are the rows of each table. `axis` names an axis of the mesh that splits the rows.
+    `tables` are the rows of each table. Those with more rows than a step has ids are large: `axis`
+    names an axis of the mesh that splits their rows, and they are updated by rows, the lazy form of
+    most optimizers (see nn.Embedding), unless `sparse` is None.
     """
 
     tables: tuple[int, ...]
@@ -29,6 +31,7 @@ class WideDeep:
     hidden: tuple[int, ...] = (256, 128)
     dtype: str = "float32"
     axis: str | None = None
+    sparse: bool | None = True
 
     def __call__(self, ids: Sequence[mf.Tensor], numbers: mf.Tensor) -> mf.Tensor:
         """The logits (n,)."""
@@ -41,11 +44,16 @@ class WideDeep:
         return mf.reshape(logits, (logits.shape[0],))
 
     def _rows(self, part: str, width: int, ids: Sequence[mf.Tensor]) -> list[mf.Tensor]:
-        sbp: Hint | None = {self.axis: mf.S(0)} if self.axis else None
-        return [
-            nn.Embedding(rows, width, name=f"{part}_table{i}", dtype=self.dtype, sbp=sbp)(index)
-            for i, (rows, index) in enumerate(zip(self.tables, ids, strict=True))
-        ]
+        found = []
+        for i, (rows, index) in enumerate(zip(self.tables, ids, strict=True)):
+            large = rows > index.shape[0]
+            sbp: Hint | None = {self.axis: mf.S(0)} if self.axis and large else None
+            sparse = self.sparse if large else None
+            table = nn.Embedding(
+                rows, width, name=f"{part}_table{i}", dtype=self.dtype, sbp=sbp, sparse=sparse
+            )
+            found.append(table(index))
+        return found
 
 
 def histograms(logits: mf.Tensor, label: mf.Tensor) -> dict[str, mf.Tensor]:
