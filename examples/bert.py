@@ -1,13 +1,19 @@
 """BERT's training: masked tokens, next sentence. mpiexec -n 2 mpiflow run examples/bert.py
 
+A text of your own, such as the Bible (Debian's bible-kjv: bible gen1:1-rev22:21 > kjv.txt), is
+packed and read by
+mpiflow data pack text kjv.txt text/bert-512x33 --length 33 --vocabulary 512 --test 0.1 --pairs
+mpiexec -n 2 mpiflow run examples/bert.py --set vocabulary=512
+
 mpiflow plan examples/bert.py --ranks 64 --set size=large      the published sizes: base, large
 """
 
 from functools import partial
 
-import pack_text
+import generated
 
 import mpiflow as mf
+from mpiflow.io.pack.tokens import token_dtype
 from mpiflow.models.bert import bert
 
 
@@ -26,16 +32,15 @@ def job(
     encoder = bert(size, vocabulary)
     length = encoder.positions
     fields = {
-        "tokens": ((length,), pack_text.dtype_of(encoder.vocabulary)),
+        "tokens": ((length,), token_dtype(encoder.vocabulary).name),
         "segment": ((length,), "uint8"),
         "label": ((length,), "int32"),
         "next": ((), "uint8"),
     }
-    folder = pack_text.folder_of("bert", encoder.vocabulary, length)
+    folder = f"text/bert-{encoder.vocabulary}x{length}"
     if size == "tiny":
-        make = partial(
-            pack_text.generate, model="bert", vocabulary=encoder.vocabulary, length=length
-        )
+        draw = partial(generated.pairs, vocabulary=encoder.vocabulary, length=length)
+        make = partial(generated.write, folder=folder, draw=draw, rows=4000)
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
     else:
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**6)

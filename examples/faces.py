@@ -1,12 +1,15 @@
 """Recognition of faces with a margin. mpiexec -n 2 mpiflow run examples/faces.py
 
+Faces of your own, a folder of them for each identity, are packed and read by
+mpiflow data pack images FOLDER faces/64 --size 28 --gray --test 0.1
+
 The last layer has a row for each identity, which an axis `model` of the mesh splits:
 mpiflow plan examples/faces.py --mesh model=64 --set classes=1000000 --set batch=1024
 """
 
 from functools import partial
 
-import pack_faces
+import generated
 
 import mpiflow as mf
 from mpiflow.models.faces import Faces
@@ -29,14 +32,15 @@ def job(
     dtype: str = "float32",
 ) -> mf.Job:
     """`margin`: arc or cos. `rows`: how many images there are, to plan without their files."""
-    folder = pack_faces.folder_of(classes)
+    folder = f"faces/{classes}"
     small = classes < MANY
-    shape = (1, pack_faces.SIZE, pack_faces.SIZE) if small else (3, 112, 112)
-    fields = {"image": (shape, "uint8"), "label": ((), "int32")}
+    shape = (1, generated.FACE, generated.FACE) if small else (3, 112, 112)
+    fields = {"image": (shape, "uint8"), "label": ((), "uint16" if small else "int32")}
     if small:
         backbone = ResNet((1, 1, 1, 1), width=8, small=True)
         faces = Faces(backbone, classes, 64, margin, by=0.3, scale=16.0, axis="model")
-        make = partial(pack_faces.generate, classes=classes)
+        draw = partial(generated.faces, classes=classes)
+        make = partial(generated.write, folder=folder, draw=draw, rows=60 * classes)
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
     else:
         faces = Faces(ResNet((3, 4, 6, 3), True), classes, 512, margin, axis="model")

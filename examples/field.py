@@ -5,7 +5,7 @@ mpiflow plan examples/field.py --ranks 64 --set size=512 --set batch=64
 
 from functools import partial
 
-import pack_field
+import generated
 
 import mpiflow as mf
 from mpiflow.models.field import Field
@@ -28,14 +28,15 @@ def job(
     """`rows`: how many volumes there are, to plan without their files (default 10^5)."""
     small = size < LARGE
     pools = min(size.bit_length() - 3, 7)  # until about four points a side are left
-    network = Field(pack_field.NUMBERS, pools, width or (8 if small else 16))
+    network = Field(generated.CAUSES, pools, width or (8 if small else 16))
     fields = {
         "volume": ((1, size, size, size), "float32"),
-        "numbers": ((pack_field.NUMBERS,), "float32"),
+        "numbers": ((generated.CAUSES,), "float32"),
     }
-    folder = pack_field.folder_of(size)
+    folder = f"field/{size}"
     if small:
-        make = partial(pack_field.generate, size=size)
+        draw = partial(generated.fields, size=size)
+        make = partial(generated.write, folder=folder, draw=draw, rows=640)
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
     else:
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**5)

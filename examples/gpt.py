@@ -1,13 +1,19 @@
 """A decoder transformer that predicts the next token. mpiexec -n 2 mpiflow run examples/gpt.py
 
+A text of your own, such as the Bible (Debian's bible-kjv: bible gen1:1-rev22:21 > kjv.txt), is
+packed and read by
+mpiflow data pack text kjv.txt text/gpt-512x33 --length 33 --vocabulary 512 --test 0.1
+mpiexec -n 2 mpiflow run examples/gpt.py --set vocabulary=512
+
 mpiflow plan examples/gpt.py --ranks 64 --set size=small      GPT-2's sizes, and 70b
 """
 
 from functools import partial
 
-import pack_text
+import generated
 
 import mpiflow as mf
+from mpiflow.io.pack.tokens import token_dtype
 from mpiflow.models.gpt import gpt
 
 
@@ -25,12 +31,11 @@ def job(
     """`rows`: how many there are, to plan a full size where the files are not (default 10^6)."""
     decoder = gpt(size, vocabulary)
     length = decoder.context + 1
-    fields = {"tokens": ((length,), pack_text.dtype_of(decoder.vocabulary))}
-    folder = pack_text.folder_of("gpt", decoder.vocabulary, length)
+    fields = {"tokens": ((length,), token_dtype(decoder.vocabulary).name)}
+    folder = f"text/gpt-{decoder.vocabulary}x{length}"
     if size == "tiny":
-        make = partial(
-            pack_text.generate, model="gpt", vocabulary=decoder.vocabulary, length=length
-        )
+        draw = partial(generated.token_rows, vocabulary=decoder.vocabulary, length=length)
+        make = partial(generated.write, folder=folder, draw=draw, rows=4000)
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
     else:
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**6)

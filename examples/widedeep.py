@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import pack_clicks
+import generated
 
 import mpiflow as mf
 from mpiflow.models.widedeep import WideDeep, auc, histograms
@@ -30,13 +30,14 @@ def job(
     precision: str = "float32",
 ) -> mf.Job:
     """`table`: rows of the largest table. `rows`: of the log, to plan without its files."""
-    tables = pack_clicks.tables_of(table)
+    tables = generated.tables_of(table)
     ids = [f"id{i}" for i in range(len(tables))]
     fields = {name: ((), "int64") for name in ids}
-    fields |= {"numbers": ((pack_clicks.NUMBERS,), "float32"), "click": ((), "uint8")}
-    folder = pack_clicks.folder_of(table)
+    fields |= {"numbers": ((generated.NUMBERS,), "float32"), "click": ((), "uint8")}
+    folder = f"clicks/{table}"
     if table < LARGE:
-        make = partial(pack_clicks.generate, table=table)
+        draw = partial(generated.clicks, table=table)
+        make = partial(generated.write, folder=folder, draw=draw, rows=40_000)
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
     else:
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**9)

@@ -10,31 +10,23 @@ from jobs import EXAMPLES, MemoryReader, compile_arrays, data, on_ranks, train
 from mpiflow.jobfile import load_job
 
 sys.path.insert(0, str(EXAMPLES))
-import pack_clicks
-import pack_faces
-import pack_fashion
-import pack_field
-import pack_text
+import generated
 
 ROWS = 36
 
 
-def text(model):
-    words = pack_text.chain(ROWS * 33, 256, seed=3)
-    if model == "gpt":
-        return pack_text.gpt_rows(words, 33, 256)
-    return pack_text.bert_rows(words, 33, 256, seed=0)
-
-
 def images(size):
-    image, label = pack_fashion.draw_images(ROWS, size, 1, 10, seed=3)
-    return {"image": image, "label": label}
+    return generated.images(ROWS, 3, size=size, channels=1, classes=10)
+
+
+def words(draw):
+    return draw(ROWS, 3, vocabulary=256, length=33)
 
 
 CASES = {
     "digits": ("digits", ("batch=7",), lambda: data(ROWS, features=64)),
-    "gpt": ("gpt", ("batch=6", "warmup=2"), lambda: text("gpt")),
-    "bert": ("bert", ("batch=6", "warmup=2"), lambda: text("bert")),
+    "gpt": ("gpt", ("batch=6", "warmup=2"), lambda: words(generated.token_rows)),
+    "bert": ("bert", ("batch=6", "warmup=2"), lambda: words(generated.pairs)),
     "alexnet": ("images", ("batch=7", "warmup=2", "size=16", "lr=0.1"), lambda: images(16)),
     "resnet": (
         "images",
@@ -44,17 +36,17 @@ CASES = {
     "faces": (
         "faces",
         ("batch=7", "warmup=2", "classes=9", "dtype=float64"),
-        lambda: pack_faces.draw_views(9, 4, seed=3),
+        lambda: generated.faces(ROWS, 3, classes=9),
     ),
     "widedeep": (
         "widedeep",
         ("batch=12", "warmup=2"),
-        lambda: pack_clicks.draw_clicks(200, ROWS, seed=3)[0],
+        lambda: generated.clicks(ROWS, 3, table=200),
     ),
     "field": (
         "field",
         ("batch=6", "warmup=2", "size=8"),
-        lambda: pack_field.draw_fields(8, ROWS, seed=3),
+        lambda: generated.fields(ROWS, 3, size=8),
     ),
 }
 """Name -> example, its settings, and its rows."""

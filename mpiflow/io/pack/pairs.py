@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from mpiflow.graph.philox import philox4x32
 from mpiflow.io.pack.rows import Arrays, Rows, Selection
-from mpiflow.io.pack.tokenizer import Tokenizer
-from mpiflow.io.pack.tokens import TokenRows
+from mpiflow.io.pack.tokens import Marks, TokenRows
 
 IGNORED = -1
 """The label of a token that is not to be predicted."""
@@ -34,10 +33,9 @@ class PairRows(Rows):
     MARKS: ClassVar[int] = 3
     SHORTEST: ClassVar[int] = 5
 
-    def __init__(self, pieces: TokenRows, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, pieces: TokenRows, marks: Marks, seed: int) -> None:
         self._pieces, self._seed = pieces, seed
-        self._start, self._end, self._mask = map(tokenizer.mark, ("start", "end", "mask"))
-        self._words = tokenizer.words()
+        self._marks = marks
         self._dtype = pieces.tokens.dtype
         self._first = pieces.length // 2
 
@@ -56,6 +54,7 @@ class PairRows(Rows):
         length = self._pieces.length + self.MARKS
         # Whether b follows, which other it is; for each token whether it is chosen, its fate, the
         # word that replaces it.
+        words = self._marks.words
         random = self._random(rows, 2 + 3 * length)
         follows = random[:, 0] < 0.5
         count = len(self)
@@ -66,9 +65,9 @@ class PairRows(Rows):
         is_text[[0, self._first + 1, -1]] = False
         labelled = (chosen < _CHOSEN) & is_text
         label = np.where(labelled, tokens, IGNORED).astype(np.int32)
-        tokens[labelled & (fate < _MASKED)] = self._mask
+        tokens[labelled & (fate < _MASKED)] = self._marks.mask
         replaced = labelled & (fate >= _KEPT)
-        tokens[replaced] = self._words[(word[replaced] * len(self._words)).astype(np.int64)]
+        tokens[replaced] = words[(word[replaced] * len(words)).astype(np.int64)]
         segment = np.repeat([[0, 1]], len(rows), axis=0).repeat(
             [self._first + 2, length - self._first - 2], axis=1
         )
@@ -84,8 +83,8 @@ class PairRows(Rows):
         a = self._pieces.take(rows)["tokens"][:, : self._first]
         b = self._pieces.take(second)["tokens"][:, self._first :]
         column = np.ones((len(rows), 1), np.int64)
-        end = self._end * column
-        return np.hstack([self._start * column, a, end, b, end])
+        end = self._marks.end * column
+        return np.hstack([self._marks.start * column, a, end, b, end])
 
     def _random(self, rows: NDArray[np.int64], count: int) -> NDArray[np.float64]:
         """`count` numbers from 0 to below 1 for each row."""

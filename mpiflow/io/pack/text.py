@@ -171,5 +171,5 @@ def text_sets(
     for number, (name, starts) in enumerate(sets.items()):
         part = TokenRows(rows.tokens, starts, rows.length)
         if len(starts):
-            made[name] = PairRows(part, encoded.tokenizer, seed + number) if pairs else part
+            made[name] = PairRows(part, encoded.tokenizer.marks(), seed + number) if pairs else part
     return made

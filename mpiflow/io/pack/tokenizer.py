@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.errors import DataError, UsageError
+from mpiflow.io.pack.tokens import Marks
 
 Kind = Literal["bpe", "wordpiece"]
 
@@ -17,7 +18,6 @@ MARKS = ("<pad>", "<start>", "<end>", "<mask>")
 """The tokens 0 to 3 of a tokenizer that is learned here; a WordPiece also has <unk>."""
 # What a mark is called in tokenizers made elsewhere.
 _NAMES = {
-    "pad": ("<pad>", "[PAD]"),
     "start": ("<start>", "[CLS]", "<s>"),
     "end": ("<end>", "[SEP]", "</s>", "<|endoftext|>"),
     "mask": ("<mask>", "[MASK]"),
@@ -39,14 +39,22 @@ class Tokenizer:
         return [one.ids for one in self._made.encode_batch(texts, add_special_tokens=False)]
 
     def mark(self, meaning: str) -> int:
-        """The token that means pad, start, end or mask; DataError where there is none."""
+        """The token that means start, end or mask; DataError where there is none."""
         for name in _NAMES[meaning]:
             number = self._made.token_to_id(name)
             if number is not None:
                 return int(number)
         raise DataError(f"{self.name} has no token of the names {', '.join(_NAMES[meaning])}")
 
-    def words(self) -> NDArray[np.int64]:
+    def marks(self) -> Marks:
+        """What pairs need; DataError where their models would take a word for padding."""
+        words = self._words()
+        if 0 in words:
+            raise DataError(f"{self.name}: token 0 is a word, which models of pairs do not read:"
+                            " for them it is padding")  # fmt: skip
+        return Marks(self.mark("start"), self.mark("end"), self.mark("mask"), words)
+
+    def _words(self) -> NDArray[np.int64]:
         """The tokens that stand for text, not for a mark."""
         special = [n for n, token in self._made.get_added_tokens_decoder().items() if token.special]
         return np.setdiff1d(np.arange(self.vocabulary), special)

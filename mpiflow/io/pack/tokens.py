@@ -27,6 +27,16 @@ class TokenRows(Rows):
         return {"tokens": self.tokens[self.starts[which][:, None] + np.arange(self.length)]}
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The tokens that rows of pairs need, and those that stand for text."""
+
+    start: int
+    end: int
+    mask: int
+    words: NDArray[np.int64]
+
+
 def token_dtype(vocabulary: int) -> np.dtype:
     """The smallest unsigned dtype that holds every token; uint16 at least."""
     return np.dtype("uint16" if vocabulary <= 1 << 16 else "uint32")
