@@ -16,7 +16,7 @@ from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import Op, op
 from mpiflow.graph.sbp import B, P, S
 from mpiflow.graph.tensor import Tensor
-from mpiflow.job import Best, Dataset, Every, Job
+from mpiflow.job import Best, Dataset, Every, Job, Weights
 from mpiflow.ops import (
     absolute,
     add,
@@ -109,7 +109,8 @@ from mpiflow.version import __version__
 __all__ = [
     "LAMB", "LARS", "NO_DECAY", "SGD", "Adagrad", "Adam", "AdamW", "B", "Best", "Constant",
     "Cosine", "Dataset", "Every", "Group", "InverseSqrt", "Job", "LinearDecay", "Mesh",
-    "MpiflowError", "Op", "P", "Polynomial", "S", "StepDecay", "Tensor", "__version__", "absolute",
+    "MpiflowError", "Op", "P", "Polynomial", "S", "StepDecay", "Tensor", "Weights",
+    "__version__", "absolute",
     "add", "apply", "arc_margin", "argmax", "assign", "attention", "batch_norm",
     "binary_cross_entropy", "cast", "clip", "concat", "conv", "cos_margin", "cross_entropy", "cut",
     "divide", "dropout", "embedding", "equal", "exp", "gelu", "global_max_pool", "global_mean_pool",

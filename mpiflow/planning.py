@@ -15,6 +15,7 @@ from mpiflow.job import Dataset, Job
 from mpiflow.plan.records import DataSet, Plan
 from mpiflow.plan.verify_ops import verify_ops
 from mpiflow.plan.verify_run import verify_run
+from mpiflow.weights import with_first_values
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -54,6 +55,8 @@ def make_plan(
         cache_bytes=cache_bytes,
         observe=observe,
     )
+    if job.weights:
+        plan = with_first_values(plan, job.weights, data_folder)
     verify_run(plan)
     verify_ops(plan)
     return plan

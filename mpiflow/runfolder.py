@@ -27,6 +27,7 @@ from mpiflow.io.dataset import check_files
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan
 from mpiflow.runlock import RunLock
+from mpiflow.weights import check_first
 
 if TYPE_CHECKING:
     from mpiflow.train import Options
@@ -91,6 +92,8 @@ def _prepare_folder(plan: Plan, options: Options, lock: RunLock) -> Start:
     start = _newest(plan, options, folder)
     if start.complete:
         return start
+    if plan.first.path and not start.checkpoint:
+        check_first(plan.first, options.data)
     # The evaluations at the end of a run that is over are made again.
     dropped = metrics.cut(options.out / METRICS, start.step, evaluations=not start.over)
     if dropped:
@@ -162,6 +165,7 @@ def _write_provenance(plan: Plan, out: Path) -> list[str]:
         "ranks": plan.mesh.size,
         "digest": store.digest(plan),
         "program": store.program_digest(plan),
+        **({"init": [plan.first.path, plan.first.digest]} if plan.first.path else {}),
     }
     path = out / PROVENANCE
     history, remarks = [], []

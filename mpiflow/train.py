@@ -31,6 +31,7 @@ from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.traffic import bytes_sent
 from mpiflow.report import Progress, final_table
 from mpiflow.runlock import RunLock
+from mpiflow.weights import load_first
 
 SKIPPED = "skipped"
 """The output of a step of a job in float16: 1 where loss scaling changed no weight."""
@@ -188,6 +189,9 @@ class _Loop:
                     reader.restore(name, boxes[name], array)
         else:
             self.session.run("initialise")
+            if self.plan.first.path:
+                variables = self.session.variables
+                load_first(self.plan.first, self.options.data, self.session.boxes(), variables)
 
     def _train_step(self) -> None:
         before = self.session.sent

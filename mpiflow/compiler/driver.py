@@ -43,7 +43,7 @@ from mpiflow.compiler.recompute import keep_activations
 from mpiflow.compiler.schedule import schedule
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import check_stages
-from mpiflow.compiler.trace import trace
+from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.errors import CompileError, JobError
 from mpiflow.graph.check import check
@@ -153,10 +153,17 @@ class _Compiler:
     def _traced(self, program: str, data: DataSet, rows: int, *, training: bool) -> Graph:
         graph = trace(self.job, data, name=program, rows=rows, training=training)
         self.observe("trace", program, graph)
+        by_row = take_rows(graph, rows)
         notes = check(graph)
         self.observe("check", program, graph)
         if training:
             self.notes += notes
+            self.notes += [
+                f"output {name} has a value for each row: only `mpiflow predict` gives it"
+                for name in by_row
+            ]
+        elif not graph.outputs:
+            raise JobError(f"{program}: the model gives no scalar, such as mf.mean(x)")
         return graph
 
     def _averages(self, variables: dict[str, Variable]) -> dict[str, Variable]:
@@ -354,6 +361,7 @@ def identity(job: Job, model: str, graph: Graph, train: DataSet) -> tuple[tuple[
                   f" window={train.window}"),
         ("seed", str(job.seed)),
         ("variables", variables),
+        *((("frozen", ", ".join(job.frozen)),) if job.frozen else ()),
     )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from mpiflow.compiler.precision import FULL, Mixed
@@ -56,7 +58,38 @@ def trace(job: Job, data: DataSet, *, name: str, rows: int, training: bool) -> G
         graph.outputs[str(key)] = tensor
         if tensor.name in graph.totals:
             graph.totals.add(str(key))
+    if training:
+        _freeze(graph, job)
     return graph
+
+
+def _freeze(graph: Graph, job: Job) -> None:
+    """Let variables that the job names be as they are: not trained, and not assigned."""
+    for pattern in job.frozen:
+        names = [name for name in graph.variables if fnmatchcase(name, pattern)]
+        if not names:
+            raise JobError(
+                f"job {job.name}: frozen {pattern!r} fits no variable; there are"
+                f" {', '.join(graph.variables)}"
+            )
+        for name in names:
+            graph.variables[name] = replace(graph.variables[name], trainable=False)
+            graph.assigns.pop(name, None)
+
+
+def take_rows(graph: Graph, rows: int) -> dict[str, Tensor]:
+    """Take the outputs that have an element for each row of the batch out of the graph's outputs.
+
+    `predict` gives them; a step of training or evaluation has scalars.
+    """
+    found = {
+        name: tensor
+        for name, tensor in graph.outputs.items()
+        if tensor.shape[:1] == (rows,) and name != "loss"
+    }
+    for name in found:
+        del graph.outputs[name]
+    return found
 
 
 RESERVED = ("step", "epoch", "seconds", "evaluation", "rows", "peak_bytes", "bytes_sent")

@@ -28,3 +28,7 @@ class FirstValues:
     path: str = ""
     digest: str = ""
     filled: tuple[Filled, ...] = ()
+
+
+NOTHING = FirstValues()
+"""Every variable begins as the model says."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
+from mpiflow.plan.first import NOTHING, FirstValues
 
 if TYPE_CHECKING:
     from mpiflow.plan.slice import RankPlan
@@ -210,6 +211,7 @@ class Plan:
     its hash is the program digest, which no rank count, mesh, machine or device changes.
     `arenas` gives the bytes of each arena; `process_bytes` the predicted memory of the process.
     `notes` are remarks for the user. `ops` are those of the user's own, whose code is not here.
+    `first` is what fills variables when a new run begins.
     """
 
     job: str
@@ -229,6 +231,7 @@ class Plan:
     programs: tuple[Program, ...]
     notes: tuple[str, ...] = ()
     ops: tuple[UserOp, ...] = ()
+    first: FirstValues = NOTHING
     format: int = FORMAT
 
     def program(self, name: str) -> Program | None:

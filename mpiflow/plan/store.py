@@ -22,7 +22,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 from mpiflow.errors import PlanError, SbpError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout, layout_text, parse_layout
-from mpiflow.plan import records
 from mpiflow.plan.records import FORMAT, Plan
 from mpiflow.plan.slice import itemsize
 
@@ -138,7 +137,7 @@ def _dump(data: Any) -> bytes:
 
 @cache
 def _fields(record: type) -> tuple[tuple[Field[Any], Any], ...]:
-    hints = get_type_hints(record, vars(records))
+    hints = get_type_hints(record)
     return tuple((field, hints[field.name]) for field in fields(record))
 
 

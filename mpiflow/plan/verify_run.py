@@ -23,6 +23,7 @@ def verify_run(plan: Plan) -> None:
     _check_settings(plan)
     for data in plan.data:
         _check_data(data)
+    _check_first(plan)
     _check_programs(plan)
     for program in plan.programs:
         _check_tasks(plan, program)
@@ -69,6 +70,18 @@ def _check_data(data: DataSet) -> None:
         _within(f"the rows of a chunk of {shard.name}", shard.chunk_rows, 1)
     if data.shards:
         _require(f"the number of rows {what}", data.rows, sum(s.rows for s in data.shards))
+
+
+def _check_first(plan: Plan) -> None:
+    """What is filled are variables, each by one thing."""
+    names = [one.variable for one in plan.first.filled]
+    unknown = set(names) - {variable.name for variable in plan.variables}
+    if unknown or len(set(names)) < len(names):
+        raise VerifyError(
+            f"the first values fill {min(unknown or names)!r}, no variable or one filled twice"
+        )
+    if names and not plan.first.path:
+        raise VerifyError("the plan has first values, but no file that they come from")
 
 
 def _check_programs(plan: Plan) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpiflow.errors import CheckpointError
 from mpiflow.graph.sbp import Box
-from mpiflow.io.weights.names import NameMap, match, matches_any
+from mpiflow.io.weights.names import NameMap, matches_any
 from mpiflow.io.weights.pattern import Sizes, parse_pattern
 from mpiflow.io.weights.tensors import TensorInfo, Tensors
 from mpiflow.plan.first import Filled
@@ -83,7 +83,7 @@ def resolve(
 
 def _check_patterns(option: str, patterns: Sequence[str], names: Iterable[str], what: str) -> None:
     for pattern in patterns:
-        if not any(match(pattern, name) is not None for name in names):
+        if not any(matches_any([pattern], name) for name in names):
             raise CheckpointError(
                 f"{option} {pattern!r} fits no {what}; there are {_listed(names)}"
             )

@@ -23,6 +23,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ def match(pattern: str, name: str) -> tuple[str, ...] | None:
 
 
 def matches_any(patterns: Iterable[str], name: str) -> bool:
-    """Whether a name fits one of the patterns."""
-    return any(match(pattern, name) is not None for pattern in patterns)
+    """Whether a name fits one of the patterns, as a shell has them."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def starred(pattern: str, stars: tuple[str, ...]) -> str:
