@@ -92,8 +92,8 @@ class BatchNorm(Norm):
     """Each channel of x (n, c, *size) with mean 0 and variance 1, times scale plus shift.
 
     In training over `group` rows of the logical batch (all of it by default), so the number of
-    ranks changes nothing; in evaluation by the running mean and variance, which every training
-    step moves by the share `momentum` towards those of the batch.
+    ranks changes nothing; in evaluation by the running mean and variance, which every call in a
+    training step moves by the share `momentum` towards those of what it is given.
     """
 
     def __init__(
@@ -129,7 +129,9 @@ class BatchNorm(Norm):
 
     def _train(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         y, sums = batch_norm(x, scale, shift, group=self.group, epsilon=self.epsilon)
-        mean, variance = self._running
+        # A second call moves the statistics on from where the first has moved them.
+        assigns = x.graph.assigns
+        mean, variance = (assigns.pop(running.name, running) for running in self._running)
         moved = running_moments(mean, variance, x, sums, self.momentum)
         for running, value in zip(self._running, moved, strict=True):
             x.graph.assign(running, value)
@@ -138,6 +140,6 @@ class BatchNorm(Norm):
     def _evaluate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         mean, variance = self._running
         factor = scale / sqrt(variance + self.epsilon)
+        offset = shift - mean * factor
         stretched = (x.shape[1], *(1,) * (x.ndim - 2))
-        y = x - reshape(mean, stretched)
-        return y * reshape(factor, stretched) + reshape(shift, stretched)
+        return x * reshape(factor, stretched) + reshape(offset, stretched)
