@@ -285,12 +285,12 @@ def index_limits(graph: Graph) -> dict[str, int]:
     fields = {tensor: name for name, tensor in graph.inputs.items()}
     limits: dict[str, int] = {}
     for node in graph.live():
-        for operand, of, dim in node.op.indexes:
+        shapes = tuple(t.shape for t in (*node.inputs, *node.outputs))
+        for operand, size in node.op.limits(shapes):
             tensor = node.inputs[operand]
             while tensor not in fields and tensor.node is not None and _keeps_values(tensor.node):
                 tensor = tensor.node.inputs[0]
             if tensor in fields:
-                size = (*node.inputs, *node.outputs)[of].shape[dim]
                 name = fields[tensor]
                 limits[name] = min(size, limits.get(name, size))
     return limits

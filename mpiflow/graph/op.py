@@ -113,6 +113,10 @@ class Op:
                 sizes[letters[0]] = size
         return rule.flops(sizes)
 
+    def limits(self, shapes: tuple[Shape, ...]) -> tuple[tuple[int, int], ...]:
+        """(input, n): the values of `input` are indices below n; shapes are of inputs, outputs."""
+        return tuple((operand, shapes[of][dim]) for operand, of, dim in self.indexes)
+
     def touched(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> tuple[Shape, ...]:
         """What a kernel reads and writes of its inputs and outputs, for the price."""
         return inputs + outputs
