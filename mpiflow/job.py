@@ -113,7 +113,8 @@ class Job:
 
     In `precision` float16 or bfloat16 products and convolutions are 16-bit, and variables float32.
     `init` is what a new run begins with. Variables whose name fits a pattern of `frozen`
-    ("block*") never change, and have neither gradient nor optimizer state.
+    ("block*") never change, and have neither gradient nor optimizer state. A training step is done
+    in so many `micro_batches`, one after another, each an equal part of the batch.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Job:
     precision: str = "float32"
     init: str | Weights | None = None
     frozen: tuple[str, ...] = ()
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -145,6 +147,7 @@ class Job:
                 f"job {self.name}: precision is one of {', '.join(PRECISIONS)},"
                 f" not {self.precision!r}"
             )
+        self._check_micro_batches()
         if self.evaluate_every.minutes:
             raise JobError(
                 f"job {self.name}: evaluate_every takes steps or epochs, so that every rank count"
@@ -152,6 +155,14 @@ class Job:
             )
         if self.best and not self.evaluations:
             raise JobError(f"job {self.name}: best={self.best.metric!r} needs evaluate=")
+
+    def _check_micro_batches(self) -> None:
+        count, batch = self.micro_batches, self.train.batch
+        if type(count) is not int or count < 1 or batch % count:
+            raise JobError(
+                f"job {self.name}: a batch of {batch} rows cannot be cut into {count!r}"
+                " micro-batches; choose a number that divides it"
+            )
 
     def _check_kinds(self) -> None:
         what = f"job {self.name}: "

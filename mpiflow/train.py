@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,16 @@ def _nothing_to_train(step: int, plan: Plan, options: Options) -> str:
 
 
 def _open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
-    view = plan.slice(rank)
     readers: dict[str, DatasetReader] = {}
     for data in plan.data:
         # The full batches say which rows of each this rank reads; a set may have a tail only.
         program = next(p for p in plan.programs if p.data == data.name)
-        tensors = plan.tensors(program)
+        view = plan.slice(rank, program)
         reads = [t for t in program.tasks if t.kind == "read"]
-        rows = view.box(tensors[reads[0].outputs[0]])[0] if reads else (0, 0)
-        readers[data.name] = open_reader(data, folder, rows=rows, tail=data.name != "train")
+        field = plan.tensors(program)[reads[0].outputs[0]] if reads else None
+        micro_batches = range(program.micro_batches)
+        spans = [view.box(replace(field, micro=k))[0] for k in micro_batches] if field else [(0, 0)]
+        readers[data.name] = open_reader(data, folder, spans=spans, tail=data.name != "train")
     return readers
 
 

@@ -7,6 +7,12 @@ A hop changes the SBP on one mesh axis:
 
 It is legal if no inner axis splits the dim that changes (the shards would interleave). S -> P is
 left out: it would hold the whole tensor on every rank. A conversion is the cheapest path of hops.
+
+On the axis of time all hops are local, and only those to and from B are left:
+
+    S(i) -> B   collect           P -> B     accumulate      B -> S(j)  slice
+
+A hop from what is S or P in time is done, and priced, for each micro-batch.
 """
 
 from __future__ import annotations
@@ -29,19 +35,29 @@ from mpiflow.graph.sbp import B, Broadcast, Layout, Partial, S, Sbp, box_shape, 
 from mpiflow.graph.tensor import is_narrow
 from mpiflow.plan.slice import itemsize
 
-LOCAL = {"slice": "Slice", "keep_first": "KeepFirst", "copy": "Identity"}
+LOCAL = {
+    "slice": "Slice",
+    "keep_first": "KeepFirst",
+    "copy": "Identity",
+    "accumulate": "Accumulate",
+    "collect": "Collect",
+}
 """Hops without a message, and the op that does each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One change on one axis; `kind` is a collective or a key of LOCAL."""
+    """One change on one axis; `kind` is a collective or a key of LOCAL.
+
+    `seconds` are those of one firing; there are `times` of them in a step.
+    """
 
     kind: str
     axis: int
     source: Layout
     target: Layout
     seconds: float
+    times: int = 1
 
 
 @cache
@@ -64,7 +80,8 @@ def path(
         for hop in _hops(layout, choices, shape, dtype, mesh, machine):
             if hop.target not in settled:
                 pushed += 1
-                heapq.heappush(queue, (seconds + hop.seconds, pushed, hop.target, (*hops, hop)))
+                cost = seconds + hop.seconds * hop.times
+                heapq.heappush(queue, (cost, pushed, hop.target, (*hops, hop)))
     raise CompileError(f"no conversion leads from layout {source} to {target} of shape {shape}")
 
 
@@ -93,20 +110,25 @@ def _all_prices(
     np.fill_diagonal(table, 0.0)
     for layout, i in index.items():
         for hop in _hops(layout, [choices] * len(layout), shape, dtype, mesh, machine):
-            table[i, index[hop.target]] = hop.seconds
+            table[i, index[hop.target]] = hop.seconds * hop.times
     for i in range(len(layouts)):
         np.minimum(table, table[:, i, None] + table[i], out=table)
     return index, table
 
 
 def is_legal(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether a tensor can have this layout: dims exist, units divide, one kind of partial."""
+    """Whether a tensor can have this layout: dims exist, units divide, one kind of partial.
+
+    Micro-batches are whole units already, so that axis need not name the unit of the others.
+    """
     kinds = {sbp.reduce for sbp in layout if isinstance(sbp, Partial)}
     units: dict[int, int] = {}
-    for sbp in layout:
+    for axis, sbp in enumerate(layout):
         if isinstance(sbp, S):
             if sbp.dim >= len(shape) or shape[sbp.dim] % sbp.unit:
                 return False
+            if mesh.timed and not axis:
+                continue
             if units.setdefault(sbp.dim, sbp.unit) != sbp.unit:
                 return False
     return len(kinds) <= 1
@@ -142,11 +164,15 @@ def _hops(
     for axis, sbps in enumerate(choices):
         for sbp in sbps:
             kind = _kind(layout[axis], sbp, dtype)
+            if mesh.timed and not axis:
+                kind = _IN_TIME.get(kind, "")
             changed = (*layout[:axis], sbp, *layout[axis + 1 :])
             legal = kind and is_legal(changed, shape, mesh)
             if legal and not _interleaved(layout, sbp, axis):
                 price = _price(kind, axis, layout, changed, shape, dtype, mesh, machine)
-                found.append(Hop(kind, axis, layout, changed, price))
+                looped = mesh.timed and not layout[0] == changed[0] == B
+                times = mesh.micro_batches if looped else 1
+                found.append(Hop(kind, axis, layout, changed, price, times))
     return found
 
 
@@ -177,6 +203,10 @@ def _kind(a: Sbp, b: Sbp, dtype: str) -> str:
     return ""
 
 
+_IN_TIME = {"all_gather": "collect", "all_reduce": "accumulate", "slice": "slice"}
+"""What takes the place of a hop on the axis of time."""
+
+
 def _interleaved(layout: Layout, sbp: Sbp, axis: int) -> bool:
     dims = {x.dim for x in (layout[axis], sbp) if isinstance(x, S)}
     return any(isinstance(x, S) and x.dim in dims for x in layout[axis + 1 :])
@@ -194,7 +224,8 @@ def _price(
 ) -> float:
     """Priced on what the group holds jointly: the tensor split by the other axes only."""
     if kind in LOCAL:
-        nbytes = prod(local_shape(shape, target, mesh)) * itemsize(dtype)
+        part = source if kind == "collect" else target
+        nbytes = prod(local_shape(shape, part, mesh)) * itemsize(dtype)
         return compute_seconds(machine, 0, 2 * nbytes, dtype)
     joint = (*source[:axis], B, *source[axis + 1 :])
     nbytes = prod(local_shape(shape, joint, mesh)) * itemsize(dtype)

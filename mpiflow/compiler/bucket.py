@@ -19,7 +19,7 @@ _SMALLEST, _LARGEST = 256 << 10, 25 << 20
 @dataclass
 class _Bucket:
     name: str
-    key: tuple[str, str, str]
+    key: tuple[str, str, str, int]
     tasks: list[Task] = field(default_factory=list)
     nbytes: int = 0
 
@@ -94,7 +94,7 @@ def _put(
     buckets: list[_Bucket],
 ) -> None:
     """Add to the newest bucket of the same kind, unless that one is full or must come first."""
-    key = (task.axis, task.attributes["reduce"], registers[task.inputs[0]].dtype)
+    key = (task.axis, task.attributes["reduce"], registers[task.inputs[0]].dtype, task.phase)
     open_one = next((b for b in reversed(buckets) if b.key == key), None)
     if open_one is None or open_one.nbytes + size > limit or _depends(task, buckets, before):
         open_one = _Bucket(f"bucket.{task.axis}.{len(buckets)}", key)

@@ -6,6 +6,7 @@ differentiate  backward pass and updates                     differentiate.py
 precision    dtypes; 16-bit casts are made while tracing     precision.py
 recompute    which activations stay                          recompute.py
 stages       placement                                       stages.py
+micro-batches  what fires once for each of them              microbatch.py
 signatures   layouts of nodes and variables                  signature.py
 boxing       conversions between layouts, while lowering     boxing.py
 lower        tasks and registers                             lower.py
@@ -38,6 +39,7 @@ from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.lower import lower, lower_initialise, lower_save
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.memory import plan_memory
+from mpiflow.compiler.microbatch import divide
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import keep_activations
 from mpiflow.compiler.schedule import schedule
@@ -60,8 +62,8 @@ from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
 STEPS = (
-    "trace", "check", "differentiate", "precision", "recompute", "stages", "signatures", "lower",
-    "fuse", "bucket", "schedule", "memory", "price", "verify",
+    "trace", "check", "differentiate", "precision", "recompute", "stages", "micro-batches",
+    "signatures", "lower", "fuse", "bucket", "schedule", "memory", "price", "verify",
 )  # fmt: skip
 """What `--after` takes; boxing shows in what `lower` gives."""
 
@@ -87,13 +89,13 @@ def compile_job(
     target: Target,
     *,
     folder: Path | None = None,
-    cache_bytes: Callable[[DataSet, tuple[int, int]], int] = lambda data, rows: 0,
+    cache_bytes: Callable[..., int] = lambda data, *spans: 0,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
     """The plan of a job. `data` holds the record of "train" and of each evaluation.
 
     Lines of the user's program are named relative to `folder`. `cache_bytes` says what reading
-    some rows of each batch keeps in memory.
+    some spans of each batch keeps in memory.
     """
     return _Compiler(job, data, target, folder or Path.cwd(), cache_bytes, observe).plan()
 
@@ -105,7 +107,7 @@ class _Compiler:
         data: dict[str, DataSet],
         target: Target,
         folder: Path,
-        cache_bytes: Callable[[DataSet, tuple[int, int]], int],
+        cache_bytes: Callable[..., int],
         observe: Observer,
     ) -> None:
         steps = job.epochs * (data["train"].rows // data["train"].batch)
@@ -120,14 +122,27 @@ class _Compiler:
         check_stages(self.mesh)
         train = self.data["train"]
         graph = self._train_graph(train)
-        placed = choose(graph, self.mesh, self.machine)
+        mesh = self.mesh.in_time(self.job.micro_batches)
+        timing = divide(graph, self.job.micro_batches) if mesh.timed else None
+        self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
+        placed = choose(graph, mesh, self.machine, timing=timing)
         self.observe("signatures", "train", placed)
-        layouts = {name: placed.sources[v.tensor] for name, v in graph.variables.items()}
+        layouts = {
+            name: placed.sources[v.tensor][mesh.timed :] for name, v in graph.variables.items()
+        }
         variables = {name: self._variable(graph, name, layouts[name]) for name in layouts}
 
         programs = [lower_initialise(graph, variables, self.mesh, self.machine)]
         programs.append(
-            lower(placed, variables, self.mesh, self.machine, data="train", rows=train.batch)
+            lower(
+                placed,
+                variables,
+                mesh,
+                self.machine,
+                data="train",
+                rows=train.batch,
+                timing=timing,
+            )
         )
         shown = self._averages(variables)
         for name in self.job.evaluations:
@@ -267,16 +282,21 @@ class _Compiler:
             if not program.data or program.name.endswith("_tail"):
                 continue
             for register in program.registers:
+                mesh = self.mesh.in_time(program.micro_batches)
                 parts = prod(
                     size
-                    for sbp, size in zip(register.layout, self.mesh.sizes, strict=True)
+                    for sbp, size in list(zip(register.layout, mesh.sizes, strict=True))[
+                        mesh.timed :
+                    ]
                     if sbp == S(0)
                 )
-                if register.slots > 1 and register.shape[0] < parts:
+                what = "micro-batch" if mesh.timed else "batch"
+                rows = register.shape[0] // program.micro_batches if register.shape else 1
+                if register.slots > 1 and rows < parts:
                     raise CompileError(
-                        f"data set {program.data!r}: a batch of {register.shape[0]} rows is"
-                        f" smaller than the {parts} ranks that split it; give it a batch of"
-                        f" {parts} or more, or use fewer ranks"
+                        f"data set {program.data!r}: a {what} of {rows} rows is smaller than the"
+                        f" {parts} ranks that split it; give it a {what} of {parts} or more, or use"
+                        " fewer ranks"
                     )
 
     def _process_bytes(self, programs: tuple[Program, ...], arena: int) -> int:
@@ -284,8 +304,11 @@ class _Compiler:
         for program in programs:
             reads = [r for r in program.registers if r.slots > 1]
             if reads and program.data not in cached:
-                rows = local_shape(reads[0].shape, reads[0].layout, self.mesh)[0]
-                cached[program.data] = self.cache_bytes(self.data[program.data], (0, rows))
+                mesh = self.mesh.in_time(program.micro_batches)
+                held = local_shape(reads[0].shape, reads[0].layout, mesh)[0]
+                first = range(0, program.rows, program.rows // program.micro_batches)
+                spans = [(start, start + held) for start in first]
+                cached[program.data] = self.cache_bytes(self.data[program.data], *spans)
         return self.machine.process_bytes + arena + sum(cached.values())
 
     def _settings(self, train: DataSet, programs: tuple[Program, ...]) -> Settings:
@@ -334,7 +357,7 @@ def priced(plan: Plan) -> Plan:
 
 def _with_traffic(plan: Plan, program: Program) -> Program:
     tasks = tuple(
-        replace(t, nbytes=bytes_sent(plan, replace(program, tasks=(t,))))
+        replace(t, nbytes=bytes_sent(plan, replace(program, tasks=(replace(t, phase=0),))))
         if t.kind == "collective"
         else t
         for t in program.tasks

@@ -1,8 +1,13 @@
-"""Step 9: from placed nodes to the tasks and registers of a program, conversions included."""
+"""Step 9: from placed nodes to the tasks and registers of a program, conversions included.
+
+In a step of micro-batches a node becomes a task for each loop in which it fires (microbatch.py),
+and the tasks are sorted into phases: odd ones are the loops, even ones what is around them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
 from math import prod
 from typing import Any
 
@@ -10,6 +15,7 @@ from mpiflow.compiler import boxing
 from mpiflow.compiler.boxing import Hop, local_shape
 from mpiflow.compiler.cost import compute_bytes, compute_seconds, op_seconds, read_seconds
 from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.order import in_order, order_updates
 from mpiflow.compiler.signature import Choice, Placed
 from mpiflow.graph.graph import Graph, Node
@@ -27,6 +33,7 @@ from mpiflow.plan.records import (
     Task,
     Variable,
     communication_stream,
+    in_time,
 )
 from mpiflow.plan.slice import itemsize
 
@@ -36,12 +43,32 @@ PREFETCH = 2
 
 @dataclass
 class Builder:
-    """Collects the registers and tasks of one program."""
+    """Collects the registers and tasks of one program.
+
+    `loop` is the one whose tasks are built now, of `loops`; tasks of the others get its number in
+    their names. Until the phases are known, a task's `phase` is that of its loop, or 0.
+    """
 
     mesh: Mesh
     machine: Machine
     registers: dict[str, Register] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
+    loop: int = 0
+    loops: int = 0
+
+    def name(self, base: str, *layouts: Layout) -> str:
+        """A name for what has these layouts, in the loop that is built now."""
+        early = 0 < self.loop < self.loops
+        return f"{base}@{self.loop}" if early and self._fires_in_loop(*layouts) else base
+
+    def _fires_in_loop(self, *layouts: Layout) -> bool:
+        return self.mesh.timed and any(layout[0] != B for layout in layouts)
+
+    def add(self, task: Task, *layouts: Layout) -> None:
+        """A task on operands of these layouts."""
+        if self._fires_in_loop(*layouts):
+            task = replace(task, phase=loop_phase(self.loop))
+        self.tasks.append(task)
 
     def register(
         self, name: str, shape: tuple[int, ...], dtype: str, layout: Layout, **more: Any
@@ -59,7 +86,7 @@ class Builder:
         shapes = [local_shape(r.shape, r.layout, self.mesh) for r in (*inputs, *outputs)]
         ins, outs = tuple(shapes[: len(inputs)]), tuple(shapes[len(inputs) :])
         dtypes = tuple(r.dtype for r in (*inputs, *outputs))
-        self.tasks.append(
+        self.add(
             Task(
                 name,
                 "compute",
@@ -73,7 +100,8 @@ class Builder:
                 nbytes=compute_bytes(op, ins, outs, dtypes),
                 seconds=op_seconds(self.machine, op, ins, outs, dtypes),
                 where=where,
-            )
+            ),
+            *(r.layout for r in (*inputs, *outputs)),
         )
 
     def convert(self, source: Register, target: Layout, where: str) -> Register:
@@ -84,7 +112,8 @@ class Builder:
         )
         base = source.name
         for hop in hops:
-            name = f"{base}>{layout_text(hop.target).replace(' ', '')}"
+            target_name = f"{base}>{layout_text(hop.target).replace(' ', '')}"
+            name = self.name(target_name, current.layout, hop.target)
             if name not in self.registers:
                 self._hop(hop, current, name, where)
             current = self.registers[name]
@@ -94,11 +123,10 @@ class Builder:
         made = self.register(name, source.shape, source.dtype, hop.target)
         axis = self.mesh.names[hop.axis]
         if hop.kind in boxing.LOCAL:
-            op = REGISTRY[boxing.LOCAL[hop.kind]]()
-            self.compute(name, op, [source], [made], where)
+            self.compute(name, _local_op(hop), [source], [made], where)
             self.tasks[-1] = replace(self.tasks[-1], axis=axis)
             return
-        self.tasks.append(
+        self.add(
             Task(
                 name,
                 "collective",
@@ -111,8 +139,22 @@ class Builder:
                 workspace=(0, _staging(hop, source, made)),
                 seconds=hop.seconds,
                 where=where,
-            )
+            ),
+            hop.source,
+            hop.target,
         )
+
+
+def loop_phase(loop: int) -> int:
+    """The phase of a loop, which are numbered from 1."""
+    return 2 * loop - 1
+
+
+def _local_op(hop: Hop) -> Op:
+    cls = REGISTRY[boxing.LOCAL[hop.kind]]
+    if hop.kind == "accumulate":
+        return cls(_describe(hop)["reduce"])  # type: ignore[call-arg]
+    return cls()
 
 
 def _describe(hop: Hop) -> dict[str, Any]:
@@ -148,18 +190,28 @@ def lower(
     *,
     data: str,
     rows: int,
+    timing: Timing | None = None,
 ) -> Program:
-    """The tasks of a traced graph: read, compute, convert, update."""
-    return _Lowering(placed, variables, mesh, machine).program(data, rows)
+    """The tasks of a traced graph: read, compute, convert, update.
+
+    `mesh` is timed where the step is cut into micro-batches, as `timing` says.
+    """
+    return _Lowering(placed, variables, mesh, machine, timing).program(data, rows)
 
 
 class _Lowering:
     def __init__(
-        self, placed: Placed, variables: dict[str, Variable], mesh: Mesh, machine: Machine
+        self,
+        placed: Placed,
+        variables: dict[str, Variable],
+        mesh: Mesh,
+        machine: Machine,
+        timing: Timing | None,
     ) -> None:
-        self.placed, self.graph, self.variables = placed, placed.graph, variables
-        self.build = Builder(mesh, machine)
-        self.value: dict[Tensor, Register] = {}
+        self.placed, self.graph, self.timing = placed, placed.graph, timing
+        self.variables = {v.name: v for v in in_time(variables.values(), mesh)}
+        self.build = Builder(mesh, machine, loops=timing.count if timing else 0)
+        self.values: dict[tuple[Tensor, int], Register] = {}
         self.old: dict[Tensor, Register] = {}
         assigned = list(self.graph.assigns.values())
         self.assigned = {
@@ -173,24 +225,47 @@ class _Lowering:
     def program(self, data: str, rows: int) -> Program:
         self._read(data)
         for name, variable in self.graph.variables.items():
-            self.value[variable.tensor] = self.variables[name]
+            self.values[variable.tensor, 0] = self.variables[name]
         self._keep_old()
         for node, choice in self.placed.nodes:
-            self._node(node, choice)
+            for loop in self._loops(node):
+                self.build.loop = loop
+                self._node(node, choice)
+        self.build.loop = 0
         self._copy_assigned()
         outputs = tuple(self._output(name, t) for name, t in self.graph.outputs.items())
         tasks = order_updates(self.build.tasks, set(self.variables))
         registers = tuple(self.build.registers.values())
-        return in_order(Program(self.graph.name, rows, registers, tasks, (), outputs, 0.0, data))
+        program = Program(self.graph.name, rows, registers, tasks, (), outputs, 0.0, data)
+        if self.timing:
+            program = in_phases(replace(program, micro_batches=self.timing.micro_batches))
+        return in_order(program)
+
+    def _loops(self, node: Node) -> tuple[int, ...]:
+        """The loops in which a node fires; (0,) if it fires once."""
+        return (self.timing.loops[node] if self.timing else ()) or (0,)
+
+    def _value(self, tensor: Tensor, wanted: Layout, where: str) -> Register:
+        """A tensor as the task that is built now takes it, converted where it must be."""
+        build = self.build
+        if not self.timing:
+            return build.convert(self.values[tensor, 0], wanted, where)
+        loop = build.loop
+        if wanted[0] == B and tensor in self.timing.made:
+            build.loop = self.timing.made[tensor]
+        held = self.values.get((tensor, build.loop)) or self.values[tensor, 0]
+        found = build.convert(held, wanted, where)
+        build.loop = loop
+        return found
 
     def _read(self, data: str) -> None:
         registers = []
         for tensor in self.graph.inputs.values():
             layout = self.placed.sources[tensor]
             made = self.build.register(
-                tensor.name, tensor.shape, tensor.dtype, layout, slots=PREFETCH
+                tensor.name, tensor.shape, tensor.dtype, layout, slots=self._read_slots()
             )
-            self.value[tensor] = made
+            self.values[tensor, 0] = made
             registers.append(made)
         if not registers:
             return
@@ -199,7 +274,8 @@ class _Lowering:
         limits = index_limits(self.graph)
         if limits:
             attributes["limits"] = [limits.get(name, 0) for name in self.graph.inputs]
-        self.build.tasks.append(
+        self.build.loop = 1
+        self.build.add(
             Task(
                 f"read {data}",
                 "read",
@@ -209,8 +285,16 @@ class _Lowering:
                 attributes=attributes,
                 nbytes=nbytes,
                 seconds=read_seconds(self.build.machine, nbytes),
-            )
+            ),
+            *(r.layout for r in registers),
         )
+        self.build.loop = 0
+
+    def _read_slots(self) -> int:
+        """Two of what is read at a time; where several loops use it, that is a whole batch."""
+        if self.timing and self.timing.count > 1:
+            return PREFETCH * self.timing.micro_batches
+        return PREFETCH
 
     def _keep_old(self) -> None:
         """Copy the variables whose value of before the step is given out, or to a variable."""
@@ -229,17 +313,19 @@ class _Lowering:
 
     def _node(self, node: Node, choice: Choice) -> None:
         inputs = [
-            self.build.convert(self.value[t], layout, node.where)
-            for t, layout in zip(node.inputs, choice.inputs, strict=True)
+            self._value(tensor, layout, node.where)
+            for tensor, layout in zip(node.inputs, choice.inputs, strict=True)
         ]
         outputs: list[Register] = []
+        layouts = (*choice.inputs, *choice.outputs)
         for i, (tensor, layout) in enumerate(zip(node.outputs, choice.outputs, strict=True)):
             made = self._update_target(node, i, inputs, layout) or self.build.register(
-                tensor.name, tensor.shape, tensor.dtype, layout
+                self.build.name(tensor.name, *layouts), tensor.shape, tensor.dtype, layout
             )
-            self.value[tensor] = made
+            self.values[tensor, self.build.loop] = made
             outputs.append(made)
-        self.build.compute(node.name, node.op, inputs, outputs, node.where)
+        name = self.build.name(node.name, *layouts)
+        self.build.compute(name, node.op, inputs, outputs, node.where)
 
     def _update_target(
         self, node: Node, output: int, inputs: list[Register], layout: Layout
@@ -266,18 +352,39 @@ class _Lowering:
     def _copy_assigned(self) -> None:
         """Values that could not be computed in place are copied once all readers are done."""
         for name, tensor in self.graph.assigns.items():
-            variable, value = self.variables[name], self.old.get(tensor, self.value[tensor])
+            variable, where = self.variables[name], tensor.where
+            value = self._result(tensor, variable.layout)
             if value is not variable:
-                where = tensor.where
-                value = self.build.convert(value, variable.layout, where)
                 identity = REGISTRY["Identity"]()
                 self.build.compute(f"assign {name}", identity, [value], [variable], where)
 
     def _output(self, name: str, tensor: Tensor) -> Output:
         everywhere = (B,) * len(self.build.mesh.axes)
-        value = self.old.get(tensor, self.value[tensor])
-        register = self.build.convert(value, everywhere, tensor.where)
+        register = self._result(tensor, everywhere)
         return Output(name, register.name, name in self.graph.totals)
+
+    def _result(self, tensor: Tensor, layout: Layout) -> Register:
+        """What a step gives or keeps, as it was before the step if it is a variable."""
+        if tensor in self.old:
+            return self.build.convert(self.old[tensor], layout, tensor.where)
+        return self._value(tensor, layout, tensor.where)
+
+
+def in_phases(program: Program) -> Program:
+    """With the tasks that fire once put before, between and after the loops, as they can be."""
+    needs = program.needs()
+    tasks = {task.name: task for task in program.tasks}
+    phase: dict[str, int] = {}
+
+    def settle(name: str) -> int:
+        before = [phase[need] for need in needs[name]]
+        earliest = max((p + p % 2 for p in before), default=0)
+        return tasks[name].phase or earliest
+
+    for name in TopologicalSorter(needs).static_order():
+        phase[name] = settle(name)
+    placed = [replace(task, phase=phase[task.name]) for task in program.tasks]
+    return replace(program, tasks=tuple(sorted(placed, key=lambda task: task.phase)))
 
 
 def index_limits(graph: Graph) -> dict[str, int]:

@@ -5,7 +5,8 @@
 Lifetimes are intervals of positions in the compute stream, and hold for every timing: a buffer that
 another stream uses is live from the last compute task that must be done before that use, to the
 first compute task that must wait for its end. Read slots and the staging of saves live beyond a
-step, so each program has its own.
+step, so each program has its own. A loop over micro-batches takes the positions of one turn; what
+its turns share is live throughout.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.graph.op import build_op
+from mpiflow.graph.sbp import B
 from mpiflow.plan.records import COMPUTE, READ, WRITE, Program, Register, Task, Variable
 
 ALIGNMENT = 64
@@ -122,10 +124,13 @@ class _Times:
         self.end = 2 * len(order.get(COMPUTE, ())) + 1
         self.start: dict[str, int] = {}
         self.done: dict[str, int] = {}
+        self.phases: dict[int, tuple[int, int]] = {}
         self.compute = {program.tasks[i].name for i in order.get(COMPUTE, ())}
         for position, index in enumerate(order.get(COMPUTE, ())):
             name = program.tasks[index].name
             self.start[name] = self.done[name] = 2 * position
+            begin, _ = self.phases.get(self.tasks[name].phase, (2 * position, 0))
+            self.phases[self.tasks[name].phase] = begin, 2 * position
         followers: dict[str, list[str]] = {task.name: [] for task in program.tasks}
         before = {name: list(needs) for name, needs in program.needs().items()}
         for stream, indices in order.items():
@@ -144,6 +149,14 @@ class _Times:
             if name not in self.done:
                 self.done[name] = self._done_of(followers[name])
 
+    def use(self, task: Task, register: Register) -> tuple[int, int]:
+        """From when until when a task uses a register: all of a loop, if its turns share that."""
+        start, stop = self.start[task.name], self.done[task.name]
+        if outlives_turns(task, register):
+            first, last = self.phases[task.phase]
+            return min(first, start), max(last, stop)
+        return start, stop
+
     def _start_of(self, before: list[str]) -> int:
         latest = max((self.start[name] for name in before), default=-1)
         return latest + 1 if latest % 2 == 0 else latest
@@ -151,6 +164,11 @@ class _Times:
     def _done_of(self, followers: list[str]) -> int:
         ends = (self.start[f] - 1 if f in self.compute else self.done[f] for f in followers)
         return min(ends, default=self.end)
+
+
+def outlives_turns(task: Task, register: Register) -> bool:
+    """Whether a register that a task of a loop uses is there for all micro-batches."""
+    return task.phase % 2 == 1 and register.layout[0] == B
 
 
 def share_inputs(program: Program, variables: set[str]) -> Program:
@@ -172,6 +190,8 @@ def share_inputs(program: Program, variables: set[str]) -> Program:
             source, target = task.inputs[i], task.outputs[j]
             if {source, target} & (variables | reserved) or registers[target].aliases:
                 continue
+            if outlives_turns(task, registers[source]) or outlives_turns(task, registers[target]):
+                continue
             last = all(times.done[t.name] <= times.start[task.name] for t in readers[source])
             if last and _same_memory(registers[source], registers[target]):
                 registers[target] = replace(registers[target], aliases=source)
@@ -192,12 +212,9 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
         sharing.setdefault(first, []).append(name)
     life: dict[str, tuple[int, int]] = {}
     for task in program.tasks:
-        for name in task.outputs:
+        for name in (*task.outputs, *task.inputs):
             if name in registers:
-                _extend(life, root[name], times.start[task.name], times.done[task.name])
-        for name in task.inputs:
-            if name in registers:
-                _extend(life, root[name], times.start[task.name], times.done[task.name])
+                _extend(life, root[name], *times.use(task, registers[name]))
     for output in program.outputs:
         _extend(life, root[output.register], times.end, times.end)
     joined = {n: t.inputs for t in program.tasks if len(t.outputs) > 1 and t.kind == "collective"

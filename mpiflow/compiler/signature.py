@@ -19,6 +19,7 @@ from mpiflow.compiler import boxing
 from mpiflow.compiler.cost import op_seconds
 from mpiflow.compiler.elimination import Table, minimise
 from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.microbatch import Timing
 from mpiflow.errors import CompileError, SbpError
 from mpiflow.graph.graph import Graph, Hint, Node, Variable
 from mpiflow.graph.mesh import Mesh
@@ -63,15 +64,23 @@ class Placed:
 
 
 def choose(
-    graph: Graph, mesh: Mesh, machine: Machine, variables: dict[str, Layout] | None = None
+    graph: Graph,
+    mesh: Mesh,
+    machine: Machine,
+    variables: dict[str, Layout] | None = None,
+    timing: Timing | None = None,
 ) -> Placed:
-    """The cheapest layouts; `variables` fixes those that another program has chosen."""
-    free = [i for i, (name, size) in enumerate(mesh.axes) if name != DATA and size > 1]
+    """The cheapest layouts; `variables` fixes those that another program has chosen.
+
+    `timing` fixes what everything is on the axis of time, where the mesh has one.
+    """
+    ranks = range(mesh.timed, len(mesh.axes))
+    free = [i for i in ranks if mesh.names[i] != DATA and mesh.sizes[i] > 1]
     best: Placed | None = None
     for splits in product((False, True), repeat=len(free)):
         batch = {i for i, name in enumerate(mesh.names) if name == DATA}
         batch.update(i for i, split in zip(free, splits, strict=True) if split)
-        placed = _Solver(graph, mesh, machine, batch, variables).solve()
+        placed = _Solver(graph, mesh, machine, batch, variables, timing).solve()
         if best is None or placed.seconds < best.seconds:
             best = placed
     assert best is not None
@@ -88,9 +97,10 @@ class _Solver:
         machine: Machine,
         batch: set[int],
         variables: dict[str, Layout] | None,
+        timing: Timing | None,
     ) -> None:
         self.graph, self.mesh, self.machine = graph, mesh, machine
-        self.batch, self.fixed = batch, variables
+        self.batch, self.fixed, self.timing = batch, variables, timing
         self.live = graph.live()
         # A mean is summed over the ranks before it is scaled, so that a count is exact on any.
         self.values = {*graph.assigns.values(), *graph.outputs.values()}
@@ -136,7 +146,8 @@ class _Solver:
     def _input_domain(self, tensor: Tensor) -> list[Choice]:
         hint = self.graph.hints.get(tensor.name)
         layout: Layout = tuple(
-            S(0) if i in self.batch and size > 1 else B for i, size in enumerate(self.mesh.sizes)
+            S(0) if (i in self.batch or i < self.mesh.timed) and size > 1 else B
+            for i, size in enumerate(self.mesh.sizes)
         )
         if hint is not None:
             layout = self._stored(hint, tensor)
@@ -154,9 +165,10 @@ class _Solver:
         if variable.hint is not None:
             return [Choice((), (self._stored(variable.hint, tensor),))]
         per_axis: list[list[Sbp]] = []
-        for name, size in self.mesh.axes:
+        for axis, (name, size) in enumerate(self.mesh.axes):
             splits = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
-            per_axis.append([B, *splits] if name != DATA and size > 1 else [B])
+            whole = name == DATA or size == 1 or axis < self.mesh.timed
+            per_axis.append([B] if whole else [B, *splits])
         layouts = [layout for layout in product(*per_axis)]
         return [
             Choice((), (layout,))
@@ -167,15 +179,24 @@ class _Solver:
     def _priced_domain(self, node: Node) -> tuple[list[Choice], Table]:
         """The choices of a node, and the seconds of each."""
         hint = self.graph.hints.get(node.outputs[0].name)
-        key = (node.op, tuple((t.shape, t.dtype) for t in node.inputs), repr(hint))
+        shapes = tuple((t.shape, t.dtype) for t in node.inputs)
+        key = (node.op, shapes, repr(hint), self._in_time(node))
         if key not in self.known:
             domain = self._node_domain(node)
-            self.known[key] = domain, np.array([self._seconds(node, c) for c in domain])
+            times = self.mesh.micro_batches if self._fires_in_loop(node) else 1
+            self.known[key] = domain, np.array([self._seconds(node, c) * times for c in domain])
         return self.known[key]
+
+    def _in_time(self, node: Node) -> Signature | None:
+        return self.timing.signatures[node] if self.timing else None
+
+    def _fires_in_loop(self, node: Node) -> bool:
+        return self.timing is not None and bool(self.timing.loops[node])
 
     def _stored(self, hint: Hint, tensor: Tensor) -> Layout:
         """What a hint asks for an input or a variable, which hold values, never parts of sums."""
-        layout = hinted(hint, self.mesh, tensor)
+        in_time = self.timing.sources[tensor] if self.timing else B
+        layout = hinted(hint, self.mesh, tensor, in_time)
         if any(isinstance(sbp, Partial) for sbp in layout):
             raise SbpError(f"{tensor.name} is stored, so it cannot be {hint}\n  {tensor.where}")
         return layout
@@ -189,7 +210,7 @@ class _Solver:
         name, size = self.mesh.axes[axis]
         if size == 1:
             return signatures[:1]
-        if name != DATA or len(self.mesh.axes) == 1 or self.hinted:
+        if name != DATA or len(self.mesh.axes) - self.mesh.timed == 1 or self.hinted:
             return signatures
         return tuple(
             signature
@@ -201,9 +222,14 @@ class _Solver:
         signatures = node.op.signatures(
             tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
         )
+        in_time = self._in_time(node)
         per_axis = [self._on_axis(axis, signatures) for axis in range(len(self.mesh.axes))]
-        hint = self.graph.hints.get(node.outputs[0].name)
-        wanted = hinted(hint, self.mesh, node.outputs[0]) if hint is not None else None
+        if in_time is not None:
+            per_axis[0] = (in_time,)
+        hint, wanted = self.graph.hints.get(node.outputs[0].name), None
+        if hint is not None:
+            parts = in_time.outputs[0] if in_time else B
+            wanted = hinted(hint, self.mesh, node.outputs[0], parts)
         domain = []
         for combination in product(*per_axis):
             choice = Choice(
@@ -290,16 +316,18 @@ class _Solver:
         self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
 
 
-def hinted(hint: Hint, mesh: Mesh, tensor: Tensor) -> Layout:
+def hinted(hint: Hint, mesh: Mesh, tensor: Tensor, in_time: Sbp = B) -> Layout:
     """The layout that a hint asks for: one SBP for every axis, or by axis name with B elsewhere.
 
-    An axis that this mesh does not have is passed over: one program serves all meshes.
+    An axis that this mesh does not have is passed over: one program serves all meshes. On that of
+    time a tensor is what `in_time` says.
     """
     if isinstance(hint, dict):
         layout = tuple(hint.get(name, B) for name in mesh.names)
     else:
         layout = (hint,) * len(mesh.axes)
     layout = tuple(sbp if size > 1 else B for sbp, size in zip(layout, mesh.sizes, strict=True))
+    layout = (in_time, *layout[1:]) if mesh.timed else layout
     if not boxing.is_legal(layout, tensor.shape, mesh):
         raise SbpError(f"{tensor.name}: shape {tensor.shape} cannot be {hint}\n  {tensor.where}")
     return boxing.without_units(layout, tensor.shape, mesh)

@@ -44,6 +44,7 @@ def trace(job: Job, data: DataSet, *, name: str, rows: int, training: bool) -> G
     """The graph of one step on `rows` rows; variables are shared between traces by name."""
     policy = None if job.precision == FULL else Mixed(job.precision)
     graph = Graph(name, training=training, seed=job.seed, policy=policy)
+    graph.micro_batches = job.micro_batches if training else 1
     with building(graph):
         outputs = job.model(Batch(graph, data, rows))  # type: ignore[arg-type]
     if not isinstance(outputs, Mapping) or not outputs:

@@ -3,6 +3,7 @@
 What a step does on one rank is a list of calls in a fixed order: kernels as the compute stream
 fires them, collectives started as soon as their inputs are there and waited for just before their
 first consumer, read slots waited for and given back. Nothing is looked up while a step runs.
+Loops over micro-batches are written out: each firing is a call of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from mpiflow.exec.transport import Group
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.plan.records import COMPUTE, READ, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
+from mpiflow.plan.unroll import unroll
 
 Call = Callable[[], Any]
 
@@ -57,7 +60,10 @@ class Step:
 
 
 class Binder:
-    """Makes the calls of one program on one rank."""
+    """Makes the calls of one program on one rank.
+
+    `rank` is the plan seen from it, on the mesh of the program.
+    """
 
     def __init__(
         self,
@@ -68,25 +74,30 @@ class Binder:
         groups: dict[str, Group],
         check: Callable[[], None],
     ) -> None:
-        self.program, self.registers, self.rank = program, registers, rank
-        self.arena, self.groups, self.check = arena, groups, check
-        self.phases = max((r.slots for r in program.registers), default=1)
-        if any(r.slots not in (1, self.phases) for r in program.registers):
+        self.program = unroll(program)
+        self.registers = {**registers, **{r.name: r for r in self.program.registers}}
+        self.rank, self.arena, self.groups, self.check = rank, arena, groups, check
+        slots = {r.slots for r in program.registers} - {1}
+        if len(slots) > 1:
             raise PlanError(f"program {program.name} has registers of different slot counts")
+        turns = program.micro_batches
+        self.phases = lcm(turns, *slots) // turns
 
     def views(self, phase: int) -> dict[str, np.ndarray]:
         """An array for every register and variable, in the slot of this phase."""
+        turns = self.program.micro_batches
         return {
             name: self.arena.view(
-                register.offset + phase % register.slots * register.nbytes,
+                register.offset
+                + (phase * turns + register.micro) % register.slots * register.nbytes,
                 self.rank.shape(register),
                 register.dtype,
             )
             for name, register in self.registers.items()
         }
 
-    def step(self, phase: int, wait_read: Call, give_back: Call) -> Step:
-        """The calls of a step in this phase."""
+    def step(self, phase: int, wait_read: Callable[[int], None], give_back: Call) -> Step:
+        """The calls of a step in this phase; `wait_read` is told the micro-batch to wait for."""
         walk = _Walk(self, self.views(phase), wait_read, give_back)
         walk.run()
         return Step(tuple(walk.calls), tuple(walk.tasks))
@@ -114,7 +125,11 @@ class _Walk:
     """Merges the streams that one thread serves into one list of calls."""
 
     def __init__(
-        self, binder: Binder, views: dict[str, np.ndarray], wait_read: Call, give_back: Call
+        self,
+        binder: Binder,
+        views: dict[str, np.ndarray],
+        wait_read: Callable[[int], None],
+        give_back: Call,
     ) -> None:
         self.binder, self.views = binder, views
         self.wait_read, self.give_back = wait_read, give_back
@@ -136,34 +151,36 @@ class _Walk:
 
     def run(self) -> None:
         """Walk the compute stream; what is left of the others follows."""
-        last_use = self._last_reader()
+        last_uses = self._last_readers()
         for task in self.compute:
             for name in self.needs[task.name]:
                 self._complete(name)
             self._emit(task, self.binder.kernel(task, self.views))
             self.done.add(task.name)
             self._start_ready()
-            if task.name == last_use:
+            if task.name in last_uses:
                 self._emit(task, self.give_back)
         for stream, queue in self.queues.items():
             while queue or self.started[stream]:
                 self._complete((queue or [self.started[stream][-1][0]])[-1].name)
-        if self.reads and not last_use:
-            self._give_back_at_end()
+        for task in self.reads.values():
+            if task.name in last_uses:
+                self._complete(task.name)
+                self._emit(task, self.give_back)
 
-    def _give_back_at_end(self) -> None:
-        task = next(iter(self.reads.values()))
-        self._complete(task.name)
-        self._emit(task, self.give_back)
+    def _last_readers(self) -> set[str]:
+        """By read: the last compute task that uses what it gives.
 
-    def _last_reader(self) -> str:
-        """The last compute task that uses a read register; '' where another stream does."""
-        made = {name for task in self.reads.values() for name in task.outputs}
-        users = [t for t in self.tasks_by_name.values() if made & set(t.inputs)]
-        if any(t.stream != COMPUTE for t in users):
-            return ""
-        names = [t.name for t in self.compute if made & set(t.inputs)]
-        return names[-1] if names else ""
+        The read itself, if the end of the step does: another stream uses it.
+        """
+        found = set()
+        for read in self.reads.values():
+            made = set(read.outputs)
+            users = [t for t in self.tasks_by_name.values() if made & set(t.inputs)]
+            last = [t.name for t in self.compute if made & set(t.inputs)][-1:]
+            ahead = any(t.stream != COMPUTE for t in users)
+            found.update([read.name] if ahead or not last else last)
+        return found
 
     def _emit(self, task: Task, call: Call) -> None:
         self.calls.append(call)
@@ -175,7 +192,7 @@ class _Walk:
             return
         task = self.tasks_by_name[name]
         if task.stream == READ:
-            self._emit(task, self.wait_read)
+            self._emit(task, partial(self.wait_read, task.micro))
             self.done.add(name)
             return
         queue = self.queues[task.stream]

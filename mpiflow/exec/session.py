@@ -25,13 +25,13 @@ from mpiflow.plan.verify import verify
 
 @dataclass(slots=True)
 class _Bound:
-    """A program ready to run. `firings` counts its steps; phases repeat."""
+    """A program ready to run. `fired` counts its steps; phases repeat."""
 
     program: Program
     steps: list[Step]
     outputs: list[tuple[str, np.ndarray]]
     read: ReadTask | None
-    firings: int = 0
+    fired: int = 0
 
 
 def _plain_thread(name: str, function: Callable[[], None]) -> threading.Thread:
@@ -86,47 +86,57 @@ class Session:
         binder = Binder(
             program,
             self.plan.tensors(program),
-            self.rank,
+            self.plan.slice(self.transport.rank, program),
             self.arena,
             self.groups,
             self._check,
         )
         views = [binder.views(phase) for phase in range(binder.phases)]
-        bound = _Bound(program, [], [], self._read_task(program, views))
-        if bound.read is None:
-            ready, back = _nothing, _nothing
-        else:
-            ready, back = self._handshakes(bound, bound.read)
+        bound = _Bound(program, [], [], self._read_task(binder, program, views))
+        ready, back = self._handshakes(bound)
         bound.steps += [binder.step(phase, ready, back) for phase in range(binder.phases)]
-        bound.outputs += [(o.name, views[0][o.register]) for o in program.outputs]
+        bound.outputs += [(o.name, views[0][o.register]) for o in binder.program.outputs]
         return bound
 
-    def _handshakes(
-        self, bound: _Bound, read: ReadTask
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        def ready() -> None:
-            self.reads.wait(read, bound.firings)
+    def _handshakes(self, bound: _Bound) -> tuple[Callable[[int], None], Callable[[], None]]:
+        """What waits for the read of a micro-batch, and what gives back its slot."""
+        read = bound.read
+        if read is None:
+            return (lambda micro: None), (lambda: None)
+        turns = bound.program.micro_batches
+
+        def ready(micro: int) -> None:
+            self.reads.wait(read, bound.fired * turns + micro)
 
         def give_back() -> None:
             self.reads.acknowledge(read)
 
         return ready, give_back
 
-    def _read_task(self, program: Program, views: list[dict[str, np.ndarray]]) -> ReadTask | None:
-        task = next((t for t in program.tasks if t.stream == READ), None)
-        if task is None or program.data not in self._readers:
+    def _read_task(
+        self, binder: Binder, program: Program, views: list[dict[str, np.ndarray]]
+    ) -> ReadTask | None:
+        reads = [t for t in binder.program.tasks if t.stream == READ]
+        if not reads or program.data not in self._readers:
             return None
-        registers = {r.name: r for r in program.registers}
-        spans = {self.rank.box(registers[name])[0] for name in task.outputs}
-        if len(spans) > 1:
-            raise PlanError(f"{task.name}: fields are split in different ways: {sorted(spans)}")
-        fields = task.attributes["fields"]
+        spans: list[tuple[int, int]] = []
+        for task in reads:
+            rows = {binder.rank.box(binder.registers[name])[0] for name in task.outputs}
+            if len(rows) > 1:
+                raise PlanError(f"{task.name}: fields are split in different ways: {sorted(rows)}")
+            spans += rows
+        fields, limits = reads[0].attributes["fields"], reads[0].attributes.get("limits", ())
         return ReadTask(
-            task.name,
+            reads[0].name.partition("#")[0],
             self._readers[program.data],
-            spans.pop(),
-            [dict(zip(fields, (v[n] for n in task.outputs), strict=True)) for v in views],
-            {f: n for f, n in zip(fields, task.attributes.get("limits", ()), strict=False) if n},
+            spans,
+            [
+                dict(zip(fields, (v[n] for n in t.outputs), strict=True))
+                for v in views
+                for t in reads
+            ],
+            binder.registers[reads[0].outputs[0]].slots,
+            {f: n for f, n in zip(fields, limits, strict=False) if n},
             self.transport.name,
         )
 
@@ -145,14 +155,14 @@ class Session:
         bound = self._programs[program]
         if bound.read is not None:
             self.reads.forget(bound.read)
-            bound.firings = bound.read.filled
+            bound.fired = bound.read.filled // bound.program.micro_batches
 
     def run(self, program: str, step: int = 0) -> dict[str, float]:
         """Collective. One step of a program; gives its outputs. `step` is for messages only."""
         bound = self._programs[program]
         if bound.program.data and bound.read is None:
             raise PlanError(f"program {program} reads data set {bound.program.data!r}: no reader")
-        phase = bound.steps[bound.firings % len(bound.steps)]
+        phase = bound.steps[bound.fired % len(bound.steps)]
         calls = iter(phase.calls)
         try:
             with self.device.quiet():
@@ -166,7 +176,7 @@ class Session:
                 f"{self.transport.name}: program {program}, step {step + 1}, task {task.name}"
                 f" ({task.op}): {type(error).__name__}: {error}\n  {task.where}"
             ) from error
-        bound.firings += 1
+        bound.fired += 1
         return {name: float(value[()]) for name, value in bound.outputs}
 
     def save(self, writer: Writer) -> None:
@@ -208,7 +218,3 @@ class Session:
         """Let the threads end."""
         self.writes.wait()
         self.reads.close()
-
-
-def _nothing() -> None:
-    return None

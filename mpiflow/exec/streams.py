@@ -23,38 +23,61 @@ _POLL_SECONDS = 0.05
 
 
 class ReadTask:
-    """The read task of one program: its slots, and which steps are read into them."""
+    """The read task of one program: its slots, and which steps are read into them.
+
+    It fires once for each of the spans of rows, in turn: one a micro-batch. `slots` holds the
+    arrays of firings until they repeat; `ahead` of them may be filled and not given back.
+    """
 
     def __init__(
         self,
         name: str,
         reader: Reader,
-        rows: tuple[int, int],
+        spans: list[tuple[int, int]],
         slots: list[dict[str, np.ndarray]],
+        ahead: int,
         limits: dict[str, int],
         who: str,
     ) -> None:
-        self.name, self.reader, self.rows, self.slots = name, reader, rows, slots
-        self.limits, self.who = limits, who
+        self.name, self.reader, self.spans, self.slots = name, reader, spans, slots
+        self.ahead, self.limits, self.who = ahead, limits, who
         self.steps: deque[range] = deque()
         self.filled = 0
         self.acknowledged = 0
         self.seconds = 0.0
+        self.step = 0
 
-    def next_step(self) -> int:
-        """Take the first of the steps still to be read."""
-        step, rest = self.steps[0][0], self.steps[0][1:]
+    @property
+    def micro(self) -> int:
+        """The micro-batch that the next firing reads."""
+        return self.filled % len(self.spans)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something left to read."""
+        return bool(self.steps) or self.micro > 0
+
+    def forget(self) -> None:
+        """Read no further; what is filled is of no use, nor the rest of a step that was begun."""
+        self.steps.clear()
+        self.filled += -self.filled % len(self.spans)
+        self.acknowledged = self.filled
+
+    def begin(self) -> None:
+        """Take the first of the steps still to be read, if the one before is read."""
+        if self.micro:
+            return
+        self.step, rest = self.steps[0][0], self.steps[0][1:]
         if rest:
             self.steps[0] = rest
         else:
             self.steps.popleft()
-        return step
 
-    def fill(self, step: int) -> None:
-        """Read the rows of a step into the next slot, and check the values used as indices."""
-        out = self.slots[self.filled % len(self.slots)]
+    def fill(self) -> None:
+        """Read rows of the step into the next slot, and check the values used as indices."""
+        out, step = self.slots[self.filled % len(self.slots)], self.step
         try:
-            self.reader.read(step, self.rows, out)
+            self.reader.read(step, self.spans[self.micro], out)
         except Exception as error:
             raise _explained(error, f"{self.who}: step {step + 1}, {self.name}") from error
         for field, limit in self.limits.items():
@@ -66,7 +89,7 @@ class ReadTask:
         wrong = np.flatnonzero((values.reshape(len(values), -1) < 0).any(1)
                                | (values.reshape(len(values), -1) >= limit).any(1))  # fmt: skip
         listed = [
-            f"\n  {self.reader.describe(step, self.rows[0] + int(row))}: {values[row]}"
+            f"\n  {self.reader.describe(step, self.spans[self.micro][0] + int(row))}: {values[row]}"
             for row in wrong[:5]
         ]
         more = f"\n  and {len(wrong) - 5} more rows" if len(wrong) > 5 else ""
@@ -110,7 +133,7 @@ class ReadStream:
         with self._changed:
             task.steps.clear()
             self._changed.wait_for(lambda: not self._busy(task), timeout=60)
-            task.acknowledged = task.filled
+            task.forget()
 
     def wait(self, task: ReadTask, firing: int) -> None:
         """Until the slot of a firing is filled."""
@@ -142,7 +165,7 @@ class ReadStream:
 
     def _next(self) -> ReadTask | None:
         for task in self._tasks:
-            if task.steps and task.filled - task.acknowledged < len(task.slots):
+            if task.pending and task.filled - task.acknowledged < task.ahead:
                 return task
         return None
 
@@ -156,8 +179,8 @@ class ReadStream:
                 if self._closed or task is None:
                     return
                 self._filling = task
-                step = task.next_step()
-            task.fill(step)
+                task.begin()
+            task.fill()
             with self._changed:
                 task.filled += 1
                 self._changed.notify_all()

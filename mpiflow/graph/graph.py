@@ -49,7 +49,8 @@ class Variable:
 class Graph:
     """Nodes in topological order, with named inputs, variables, assignments and outputs.
 
-    `updates` are the optimizer's nodes, which come after forward and backward pass.
+    `updates` are the optimizer's nodes, which come after forward and backward pass. The step is
+    done in so many `micro_batches`, which only what is defined on one of them needs to know.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Graph:
     hints: dict[str, Hint] = field(default_factory=dict)
     updates: set[Node] = field(default_factory=set)
     policy: Policy | None = None
+    micro_batches: int = 1
     _counts: dict[str, int] = field(default_factory=dict)
     _scopes: list[str] = field(default_factory=list)
     _where: list[str] = field(default_factory=list)

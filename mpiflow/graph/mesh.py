@@ -1,4 +1,9 @@
-"""The ranks of a job arranged on named axes, outermost (slowest link) first."""
+"""The ranks of a job arranged on named axes, outermost (slowest link) first.
+
+A step that is cut into micro-batches has one axis more, in front: time. Its parts are held by the
+same ranks one after another, and layouts say of it what they say of any axis: S(0) is one
+micro-batch's rows, P its contribution to a sum, B what all micro-batches share.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,19 @@ from math import prod
 
 from mpiflow.errors import UsageError
 
+MICRO = "micro"
+"""The name of the axis that runs in time; no axis of ranks may have it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks 0..size-1 in row-major order over `axes`, pairs of name and size."""
+    """Ranks 0..size-1 in row-major order over `axes`, pairs of name and size.
+
+    Where it is `timed`, the first axis is that of the micro-batches.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    timed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -27,24 +39,36 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return prod(self.sizes)
+        return prod(self.sizes[self.timed :])
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches a step has; 1 where it is not cut."""
+        return self.sizes[0] if self.timed else 1
+
+    def in_time(self, micro_batches: int) -> Mesh:
+        """The same ranks, for a step of so many micro-batches; the mesh itself if it is one."""
+        if micro_batches == 1:
+            return self
+        return Mesh(((MICRO, micro_batches), *self.axes), timed=True)
 
     def index(self, axis: str) -> int:
         """The position of an axis; axis 0 is the outermost."""
         return self.names.index(axis)
 
-    def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where a rank stands on each axis."""
+    def coordinates(self, rank: int, micro: int = 0) -> tuple[int, ...]:
+        """Where a rank stands on each axis; on that of time, at the micro-batch `micro`."""
         where = []
-        for size in reversed(self.sizes):
+        for size in reversed(self.sizes[self.timed :]):
             rank, index = divmod(rank, size)
             where.append(index)
-        return tuple(reversed(where))
+        return (*(micro,) * self.timed, *reversed(where))
 
     def rank(self, coordinates: tuple[int, ...]) -> int:
-        """The rank at the given coordinates."""
+        """The rank at the given coordinates, whatever the micro-batch."""
         rank = 0
-        for size, index in zip(self.sizes, coordinates, strict=True):
+        pairs = zip(self.sizes, coordinates, strict=True)
+        for size, index in list(pairs)[self.timed :]:
             rank = rank * size + index
         return rank
 
@@ -69,6 +93,8 @@ def parse_mesh(text: str, ranks: int | None = None) -> Mesh:
         name = name.strip()
         if not name.isidentifier() or not size.strip().isdecimal() or int(size) < 1:
             raise UsageError(f"mesh {text!r}: {part!r} is not NAME=SIZE; write data=2,model=4")
+        if name == MICRO:
+            raise UsageError(f"mesh {text!r}: {MICRO!r} is the axis of micro-batches, not of ranks")
         if name in dict(axes):
             raise UsageError(f"mesh {text!r}: axis {name!r} occurs twice")
         axes.append((name, int(size)))

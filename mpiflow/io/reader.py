@@ -8,7 +8,7 @@ A data set that is small, or no larger than two blocks, is kept whole instead an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,22 @@ from mpiflow.io.sampler import Rows, Sampler, batch_rows, lanes_of, steps_per_bl
 from mpiflow.io.shards import row_bytes
 from mpiflow.plan.records import DataSet
 
+Span = tuple[int, int]
+"""Rows [start, stop) of a batch."""
 
-def cache_bytes(dataset: DataSet, rows: tuple[int, int]) -> int:
-    """The most that a reader of rows [start, stop) of each batch holds at a time.
+
+def cache_bytes(dataset: DataSet, *spans: Span) -> int:
+    """The most that a reader of these spans of each batch holds at a time.
 
     Blocks, of each lane the chunk that two of them share, a chunk that is being decoded (stored,
     and before and after its filters), the order of the rows, and where each chunk lies.
     """
     if not dataset.shards:
         return 0
-    block = _block_rows(dataset, rows)
-    held = dataset.rows if _keeps_all(dataset, rows) else 2 * block
+    block = _block_rows(dataset, spans)
+    held = dataset.rows if _keeps_all(dataset, spans) else 2 * block
     chunks = sum(-(-shard.rows // shard.chunk_rows) for shard in dataset.shards)
-    decoded = (_lanes(dataset, rows) + 3) * max(shard.chunk_rows for shard in dataset.shards)
+    decoded = (_lanes(dataset, spans) + 3) * max(shard.chunk_rows for shard in dataset.shards)
     orders = _ORDER_BYTES * block if dataset.shuffle else 0
     index = chunks * (_CHUNK_BYTES + _TABLE_BYTES * len(dataset.fields))
     return (held + decoded) * row_bytes(dataset.fields) + orders + index
@@ -48,36 +51,41 @@ _ORDER_BYTES = 48
 _CHUNK_BYTES, _TABLE_BYTES = 72, 20
 
 
-def _lanes(dataset: DataSet, rows: tuple[int, int]) -> int:
-    return len(lanes_of(dataset, *rows)) if dataset.shuffle else 1
+def _lanes(dataset: DataSet, spans: Sequence[Span]) -> int:
+    if not dataset.shuffle:
+        return len(spans)
+    return sum(len(lanes_of(dataset, *span)) for span in spans)
 
 
-def _block_rows(dataset: DataSet, rows: tuple[int, int]) -> int:
-    """The rows of a block that holds rows [start, stop) of each batch."""
-    start, stop = rows
-    if dataset.shuffle and start < stop:
-        lanes = lanes_of(dataset, start, stop)
-        start, stop = lanes[0][0], lanes[-1][1]
-    return steps_per_block(dataset) * (stop - start)
+def _block_rows(dataset: DataSet, spans: Sequence[Span]) -> int:
+    """The rows of the blocks that hold these spans of each batch."""
+    rows = 0
+    for start, stop in spans:
+        if dataset.shuffle and start < stop:
+            lanes = lanes_of(dataset, start, stop)
+            start, stop = lanes[0][0], lanes[-1][1]
+        rows += stop - start
+    return steps_per_block(dataset) * rows
 
 
-def _keeps_all(dataset: DataSet, rows: tuple[int, int]) -> bool:
+def _keeps_all(dataset: DataSet, spans: Sequence[Span]) -> bool:
     """Whether the data set is small, or no larger than what would be held of it at a time."""
     small = dataset.rows * row_bytes(dataset.fields) <= _SMALL_BYTES
-    return small or dataset.rows <= 2 * _block_rows(dataset, rows)
+    return small or dataset.rows <= 2 * _block_rows(dataset, spans)
 
 
 def open_reader(
     dataset: DataSet,
     folder: Path,
     *,
-    rows: tuple[int, int] | None = None,
+    rows: Span | None = None,
+    spans: Sequence[Span] = (),
     tail: bool = False,
 ) -> DatasetReader:
     """A reader of the files in `folder`; with `tail` an epoch ends with the incomplete batch.
 
-    `rows` is the span of each batch that will be asked for (default: all), by which the memory is
-    bounded. Any span can be read; a larger one takes more.
+    `rows` is the span of each batch that will be asked for (default: all), or `spans` are several
+    in turn, by which the memory is bounded. Any span can be read; a larger one takes more.
     """
     if tail and dataset.shuffle:
         raise DataError(f"data set {dataset.name!r} is shuffled: its epochs have no tail")
@@ -85,7 +93,7 @@ def open_reader(
         raise DataError(
             f"data set {dataset.name!r} was declared without files; make the plan where they are"
         )
-    return DatasetReader(dataset, Path(folder), rows or (0, dataset.batch), tail)
+    return DatasetReader(dataset, Path(folder), spans or [rows or (0, dataset.batch)], tail)
 
 
 # A part of a chunk that is still to be read: chunk, first and last+1 row, place in the arrays.
@@ -111,30 +119,40 @@ class _Window:
         )
 
 
+@dataclass(slots=True)
+class _Blocks:
+    """The block in use and the next one of a span; `ahead` is what the next has to read in all."""
+
+    window: _Window
+    next: _Window
+    ahead: int = 0
+
+
 class DatasetReader:
     """Implements `plan.protocols.Reader`. Used by one thread at a time."""
 
-    def __init__(self, dataset: DataSet, folder: Path, rows: tuple[int, int], tail: bool):
+    def __init__(self, dataset: DataSet, folder: Path, spans: Sequence[Span], tail: bool):
         self.dataset = dataset
         self._batches = -(-dataset.rows // dataset.batch) if tail else steps_per_epoch(dataset)
         self._sampler = Sampler(dataset)
         self._shards = Shards(dataset, folder)
         self._first = np.cumsum([0, *(shard.rows for shard in dataset.shards)])
         self._dtypes = [np.dtype(field.dtype) for field in dataset.fields]
-        self._keeps_all = _keeps_all(dataset, rows)
+        self._keeps_all = _keeps_all(dataset, spans)
         self._loaded = np.zeros(len(self._sampler.first), bool)
-        self._window = self._new_window(dataset.rows if self._keeps_all else 0)
-        self._next = self._new_window(0)
+        kept = self._arrays(dataset.rows if self._keeps_all else 0)
+        self._spans = list(spans)
+        self._blocks = [_Blocks(_new_window(kept), _new_window(self._arrays(0))) for _ in spans]
         self._tails: dict[tuple[int, int], NDArray[Any]] = {}
-        self._most_tails = len(dataset.fields) * _lanes(dataset, rows)
-        self._ahead = 0
+        self._most_tails = len(dataset.fields) * _lanes(dataset, spans)
         self.decoded_bytes = 0
 
     @property
     def held_bytes(self) -> int:
         """The rows that are in memory now, or have room there."""
-        arrays = [*self._window.arrays, *self._next.arrays, *self._tails.values()]
-        return sum(array.nbytes for array in arrays)
+        windows = [w for blocks in self._blocks for w in (blocks.window, blocks.next)]
+        arrays = {id(array): array for window in windows for array in window.arrays}
+        return sum(array.nbytes for array in (*arrays.values(), *self._tails.values()))
 
     def read(self, step: int, rows: tuple[int, int], out: Mapping[str, Any]) -> None:
         """Write rows [start, stop) of batch `step` into `out[field]`, shape (stop - start, ...).
@@ -145,15 +163,21 @@ class DatasetReader:
         epoch, batch = self._position(step, start, stop)
         if start == stop:
             return
-        self._open(epoch, batch, start, stop)
-        window = self._window
+        blocks = self._blocks_of(start, stop)
+        self._open(blocks, epoch, batch, start, stop)
+        window = blocks.window
         places = window.places[batch - window.steps.start, start - window.low : stop - window.low]
         for number, field in enumerate(self.dataset.fields):
             if field.name in out:
                 array = out[field.name]
                 self._check_array(number, len(places), array)
                 window.arrays[number].take(places, axis=0, out=array, mode="clip")
-        self._read_ahead(batch)
+        self._read_ahead(blocks, batch)
+
+    def _blocks_of(self, start: int, stop: int) -> _Blocks:
+        """The blocks of the span that rows [start, stop) lie in, or of the first."""
+        within = (i for i, (a, b) in enumerate(self._spans) if a <= start and stop <= b)
+        return self._blocks[next(within, 0)]
 
     def describe(self, step: int, row: int) -> str:
         """Where row `row` of batch `step` is stored: file and row."""
@@ -165,7 +189,7 @@ class DatasetReader:
     def close(self) -> None:
         """Close all files and give back the memory; nothing can be read after."""
         self._shards.close()
-        self._window = self._next = self._new_window(0)
+        self._blocks = [_Blocks(_new_window([]), _new_window([])) for _ in self._blocks]
         self._tails.clear()
 
     def _position(self, step: int, start: int, stop: int) -> tuple[int, int]:
@@ -189,27 +213,27 @@ class DatasetReader:
 
     # -- blocks
 
-    def _open(self, epoch: int, batch: int, start: int, stop: int) -> None:
-        """Have all rows of the block of rows [start, stop) of a batch in `_window`."""
-        if not self._window.covers(epoch, batch, start, stop):
-            if self._next.covers(epoch, batch, start, stop):
-                self._window, self._next = self._next, self._window
+    def _open(self, blocks: _Blocks, epoch: int, batch: int, start: int, stop: int) -> None:
+        """Have all rows of the block of rows [start, stop) of a batch in the window."""
+        if not blocks.window.covers(epoch, batch, start, stop):
+            if blocks.next.covers(epoch, batch, start, stop):
+                blocks.window, blocks.next = blocks.next, blocks.window
             else:
-                self._begin(self._window, epoch, batch, start, stop)
-        self._fill(self._window, 0)
+                self._begin(blocks.window, epoch, batch, start, stop)
+        self._fill(blocks.window, 0)
 
-    def _read_ahead(self, batch: int) -> None:
+    def _read_ahead(self, blocks: _Blocks, batch: int) -> None:
         """Have as much of the next block as was used of this one, so that no step waits long."""
-        now = self._window
+        now = blocks.window
         used = batch - now.steps.start
         if not used or self._keeps_all:
             return
         ends = now.steps.stop >= self._batches
         epoch, first = (now.epoch + 1, 0) if ends else (now.epoch, now.steps.stop)
-        if not self._next.covers(epoch, first, now.low, now.high):
-            self._begin(self._next, epoch, first, now.low, now.high)
-            self._ahead = len(self._next.parts)
-        self._fill(self._next, self._ahead - self._ahead * used // len(now.steps))
+        if not blocks.next.covers(epoch, first, now.low, now.high):
+            self._begin(blocks.next, epoch, first, now.low, now.high)
+            blocks.ahead = len(blocks.next.parts)
+        self._fill(blocks.next, blocks.ahead - blocks.ahead * used // len(now.steps))
 
     def _begin(self, window: _Window, epoch: int, batch: int, start: int, stop: int) -> None:
         """Make `window` that of a block, none of which is read."""
@@ -227,9 +251,6 @@ class DatasetReader:
         window.epoch, window.steps = epoch, block.steps
         window.low, window.high = block.low, block.high
         window.parts = list(zip(*(column[::-1].tolist() for column in parts), strict=True))
-
-    def _new_window(self, rows: int) -> _Window:
-        return _Window(self._arrays(rows), np.empty((0, 0), np.int64), [])
 
     def _arrays(self, rows: int) -> list[NDArray[Any]]:
         return [
@@ -268,3 +289,7 @@ class DatasetReader:
             if len(self._tails) == self._most_tails:
                 del self._tails[next(iter(self._tails))]
             self._tails[field, chunk] = rows
+
+
+def _new_window(arrays: list[NDArray[Any]]) -> _Window:
+    return _Window(arrays, np.empty((0, 0), np.int64), [])

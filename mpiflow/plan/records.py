@@ -16,11 +16,12 @@ those of the largest shard, which is always the one at coordinate 0 of every axi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import Layout
+from mpiflow.graph.sbp import B, Layout
 from mpiflow.plan.first import NOTHING, FirstValues
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def communication_stream(axis: str) -> str:
 class Register:
     """Memory of one tensor: `slots` buffers of `nbytes` each, side by side from `offset`.
 
-    `aliases` names the register or variable whose memory this one shares on purpose.
+    `aliases` names the register or variable whose memory this one shares on purpose. `micro` is
+    the micro-batch that it holds, in a program that `unroll` made.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Register:
     nbytes: int
     slots: int = 1
     aliases: str = ""
+    micro: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,9 @@ class Task:
     variables. `after` names tasks of the same program that must be done first though no register
     says so (a variable is overwritten after its last reader). `workspace` is (offset, bytes).
     `nbytes` is the memory that a compute task touches, or the largest payload that a rank sends.
-    `where` is the line of the user's program. `seconds` is predicted.
+    `where` is the line of the user's program. `seconds` is predicted. Costs are those of one
+    firing. `phase` is the part of the step, see `Program`; `micro` is the micro-batch of a firing,
+    in a program that `unroll` made.
     """
 
     name: str
@@ -87,6 +92,8 @@ class Task:
     nbytes: int = 0
     seconds: float = 0.0
     where: str = ""
+    phase: int = 0
+    micro: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The tasks of one kind of step, with the order in which each stream fires them."""
+    """The tasks of one kind of step, with the order in which each stream fires them.
+
+    A step of several `micro_batches` goes through phases: 0, 1, 2 and so on. The tasks of an even
+    phase fire once; those of an odd one are a loop, which every stream goes through once for each
+    micro-batch. The layouts of its registers have a first part more, for the axis of time; a
+    register that is B there but is written in a loop gathers a sum, or rows, over its turns.
+    `plan.unroll` writes the loops out.
+    """
 
     name: str
     rows: int
@@ -110,6 +124,7 @@ class Program:
     outputs: tuple[Output, ...] = ()
     seconds: float = 0.0
     data: str = ""
+    micro_batches: int = 1
 
     def needs(self) -> dict[str, tuple[str, ...]]:
         """By task: the tasks that must be done before it, for its inputs or by its `after`.
@@ -242,12 +257,25 @@ class Plan:
         """The data set of that name."""
         return next(d for d in self.data if d.name == name)
 
-    def slice(self, rank: int) -> RankPlan:
-        """The plan seen from one rank."""
+    def mesh_of(self, program: Program) -> Mesh:
+        """The mesh of a program's layouts: with the axis of time, where it has micro-batches."""
+        return self.mesh.in_time(program.micro_batches)
+
+    def slice(self, rank: int, program: Program | None = None) -> RankPlan:
+        """The plan seen from one rank: its variables, or the tensors of a program."""
         from mpiflow.plan.slice import RankPlan
 
-        return RankPlan(self.mesh, rank, self.mesh.coordinates(rank))
+        mesh = self.mesh_of(program) if program else self.mesh
+        return RankPlan(mesh, rank, mesh.coordinates(rank))
 
     def tensors(self, program: Program) -> dict[str, Register]:
         """Variables and the registers of a program, by name; names are unique over both."""
-        return {r.name: r for r in (*self.variables, *program.registers)}
+        variables = in_time(self.variables, self.mesh_of(program))
+        return {r.name: r for r in (*variables, *program.registers)}
+
+
+def in_time(variables: Iterable[Variable], mesh: Mesh) -> tuple[Variable, ...]:
+    """Variables with layouts on a mesh that may be timed; all micro-batches share them."""
+    if not mesh.timed:
+        return tuple(variables)
+    return tuple(replace(v, layout=(B, *v.layout)) for v in variables)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from mpiflow.errors import PlanError
 from mpiflow.plan.records import READ, WRITE, Plan, Program, Task
+from mpiflow.plan.unroll import slot_before, unroll
 from mpiflow.plan.verify_order import order_of, waits_of
 
 KINDS = ("compute", "comm", "read", "write")
@@ -80,6 +81,7 @@ def simulate(
         raise PlanError(f"the plan has no program {program!r}; it has {names}")
     if steps < 1:
         raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
+    chosen = unroll(chosen)
     run = _Run(chosen, _durations(chosen, dict(factors or {})))
     for step in range(steps):
         run.step(step)
@@ -170,12 +172,17 @@ class _Run:
 
 
 def _frees(program: Program) -> list[list[tuple[int, int]]]:
-    """Of each task, the consumers whose firing `slots` steps ago frees its output's slot."""
-    slots = {register.name: register.slots for register in program.registers}
-    producer = {name: i for i, task in enumerate(program.tasks) for name in task.outputs}
-    frees: list[list[tuple[int, int]]] = [[] for _ in program.tasks]
+    """Of each task, the consumers that free its output's slot, and how many steps ago they fired.
+
+    The slot of micro-batch k is the one that was filled `slots` micro-batches earlier.
+    """
+    consumers: dict[str, list[int]] = defaultdict(list)
     for i, task in enumerate(program.tasks):
         for name in task.inputs:
-            if name in slots:
-                frees[producer[name]].append((i, slots[name]))
+            consumers[name].append(i)
+    producer = {name: i for i, task in enumerate(program.tasks) for name in task.outputs}
+    frees: list[list[tuple[int, int]]] = [[] for _ in program.tasks]
+    for register in program.registers:
+        name, steps = slot_before(register, program.micro_batches)
+        frees[producer[register.name]] += [(i, steps) for i in consumers[name]]
     return frees

@@ -21,7 +21,10 @@ class RankPlan:
 
     def box(self, register: Register) -> sbp.Box:
         """(start, stop) of each dim of the shard of `register`."""
-        return sbp.shard_box(register.shape, register.layout, self.mesh.sizes, self.coordinates)
+        where = self.coordinates
+        if self.mesh.timed:
+            where = (register.micro, *where[1:])
+        return sbp.shard_box(register.shape, register.layout, self.mesh.sizes, where)
 
     def shape(self, register: Register) -> tuple[int, ...]:
         """The shape of the shard."""

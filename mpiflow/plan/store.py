@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mpiflow.errors import PlanError, SbpError
-from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.mesh import MICRO, Mesh
 from mpiflow.graph.sbp import Layout, layout_text, parse_layout
 from mpiflow.plan.records import FORMAT, Plan
 from mpiflow.plan.slice import itemsize
@@ -236,7 +236,7 @@ def _decode_mesh(value: Any, path: str) -> Mesh:
     axes = _decode(value, _AXES, path)
     names = [name for name, _ in axes]
     for i, (name, size) in enumerate(axes):
-        if size < 1 or not name.isidentifier() or names.count(name) > 1:
+        if size < 1 or not name.isidentifier() or names.count(name) > 1 or name == MICRO:
             raise PlanError(f"{path}[{i}] is {name!r} of {size}; an axis has a name of its own "
                             "and 1 or more ranks")  # fmt: skip
     return Mesh(axes)

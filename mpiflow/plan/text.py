@@ -13,6 +13,7 @@ from mpiflow.plan.simulator import Simulation, simulate
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.store import canonical, digest, program_digest
 from mpiflow.plan.traffic import bytes_sent
+from mpiflow.plan.unroll import folded, unroll
 
 _WIDTH = 120  # characters of a line
 _LEAST = 60  # of which the operands of a task get these at least
@@ -66,14 +67,17 @@ def summary(plan: Plan) -> dict[str, Any]:
             "process_bytes": plan.process_bytes,
             "bytes_sent": bytes_sent(plan, train) if train else 0,
         },
-        "collectives": collectives(tasks),
+        "collectives": collectives(tasks, train.micro_batches if train else 1),
         "notes": list(plan.notes),
     }
 
 
-def collectives(tasks: Iterable[Task]) -> list[dict[str, Any]]:
+def collectives(tasks: Iterable[Task], micro_batches: int = 1) -> list[dict[str, Any]]:
     """The collectives of a step: kind, axis, bytes that a rank sends in one, times per step."""
-    found = Counter((t.op, t.axis, t.nbytes) for t in tasks if t.kind == "collective")
+    found = Counter[tuple[str, str, int]]()
+    for task in tasks:
+        if task.kind == "collective":
+            found[task.op, task.axis, task.nbytes] += micro_batches if task.phase % 2 else 1
     return [
         {"kind": kind, "axis": axis, "bytes": nbytes, "times": times}
         for (kind, axis, nbytes), times in found.items()
@@ -116,7 +120,7 @@ def _header(plan: Plan) -> list[str]:
 
 def _length(plan: Plan) -> str:
     train, settings = plan.program("train"), plan.settings
-    batch = f", batch {train.rows}" if train else ""
+    batch = f", batch {train.rows}{_cut_text(train)}" if train else ""
     return f"{settings.epochs} epochs of {settings.steps_per_epoch} steps{batch}"
 
 
@@ -135,10 +139,8 @@ def _variable_row(tensor: Register, rank: RankPlan, where: str) -> tuple[str, ..
 
 
 def _program(plan: Plan, program: Program) -> list[str]:
-    events = simulate(plan, program.name, 1).events
-    tasks = {task.name: task for task in program.tasks}
-    tensors, rank = plan.tensors(program), plan.slice(0)
-    ordered = [tasks[event.task] for event in events]
+    ordered = _in_order(plan, program)
+    tensors, rank = plan.tensors(program), plan.slice(0, program)
     sides = [
         (_title(t), t.stream, "operands", size_text(t.nbytes) if t.nbytes else "",
          time_text(t.seconds), t.where.rpartition("/")[2])
@@ -149,14 +151,42 @@ def _program(plan: Plan, program: Program) -> list[str]:
     rows = [(*side[:2], text, *side[3:]) for side, text in zip(sides, texts, strict=True)]
     data = f" of {program.data}" if program.data else ""
     title = (
-        f"program {program.name}: {program.rows} rows{data}, "
+        f"program {program.name}: {program.rows} rows{data}{_cut_text(program)}, "
         f"{len(rows)} task{'s' * (len(rows) != 1)}, {time_text(program.seconds)}"
     )
-    lines = [title, *_table(rows, _HEADS)]
+    heads, *lines = _table(rows, _HEADS)
+    if program.micro_batches > 1:
+        lines = _under_phases(program, ordered, lines)
+    lines = [title, heads, *lines]
     for output in program.outputs:
         how = "total" if output.total else "mean"
         lines.append(f"  gives {output.name}, the {how} in {output.register}")
     return lines
+
+
+def _in_order(plan: Plan, program: Program) -> list[Task]:
+    """The tasks as they are predicted to start, those of a loop as in its first turn."""
+    firings = {task.name: task for task in unroll(program).tasks}
+    started = [firings[event.task] for event in simulate(plan, program.name, 1).events]
+    tasks = {task.name: task for task in program.tasks}
+    return sorted((tasks[folded(t)] for t in started if not t.micro), key=lambda t: t.phase)
+
+
+def _cut_text(program: Program) -> str:
+    count = program.micro_batches
+    return f" in {count} micro-batches" if count > 1 else ""
+
+
+def _under_phases(program: Program, tasks: list[Task], lines: list[str]) -> list[str]:
+    """The lines of tasks with a heading before each part of the step."""
+    headed, phase = [], -1
+    for task, line in zip(tasks, lines, strict=True):
+        if task.phase != phase:
+            phase = task.phase
+            turns = f"for each of {program.micro_batches} micro-batches" if phase % 2 else "once"
+            headed.append(f"  -- {turns} --")
+        headed.append(line)
+    return headed
 
 
 def _title(task: Task) -> str:

@@ -18,12 +18,13 @@ from mpiflow.plan.volume import sent_elements
 
 def bytes_sent(plan: Plan, program: Program) -> int:
     """Payload bytes that one step sends, of the rank that sends most."""
-    tensors = plan.tensors(program)
+    tensors, mesh = plan.tensors(program), plan.mesh_of(program)
     tasks = [task for task in program.tasks if task.kind == "collective"]
     used = {name: tensors[name] for task in tasks for name in (*task.inputs, *task.outputs)}
-    places = _places(plan.mesh, list(used.values()), tasks, used)
+    places = _places(mesh, list(used.values()), tasks, used)
     return max(
-        sum(sent_by(RankPlan(plan.mesh, plan.mesh.rank(where), where), task, used)
+        sum(sent_by(RankPlan(mesh, mesh.rank(where), where), task, used)
+            * (program.micro_batches if task.phase % 2 else 1)
             for task in tasks)
         for where in product(*places)
     )  # fmt: skip
@@ -57,7 +58,7 @@ def _splits_one_dim(task: Task, tensors: dict[str, Register]) -> bool:
 def _places(
     mesh: Mesh, used: list[Register], tasks: list[Task], tensors: dict[str, Register]
 ) -> list[list[int]]:
-    """Coordinates on each axis that stand for all others."""
+    """Coordinates on each axis that stand for all others; micro-batches are all alike."""
     places = [{0} for _ in mesh.axes]
     for register in used:
         lengths = [{size} for size in register.shape]
@@ -80,4 +81,4 @@ def _places(
             for where in product(*map(sorted, places)):
                 rank = RankPlan(mesh, mesh.rank(where), where)
                 places[axis].add(reduced_elements(members, rank) % mesh.sizes[axis])
-    return [sorted(each) for each in places]
+    return [[0] if mesh.timed and not axis else sorted(each) for axis, each in enumerate(places)]

@@ -1,6 +1,7 @@
 """Verify: a plan that passes completes on every rank, whatever the timing, and reads what it wrote.
 
     verify             names, then each program
+    verify_phases      loops over micro-batches, which the parts below see written out
     verify_layout      tensors and collectives
     verify_order       one step completes without buffering; what happens before what
     verify_memory      variables, aliases, shared bytes
@@ -16,9 +17,11 @@ from collections.abc import Iterable
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import Broadcast, Partial, layout_text
 from mpiflow.plan.records import COMPUTE, READ, WRITE, Plan, Program, Task
+from mpiflow.plan.unroll import ENOUGH, unroll
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
 from mpiflow.plan.verify_memory import check_between, check_memory
 from mpiflow.plan.verify_order import order_of
+from mpiflow.plan.verify_phases import check_phases
 
 _STREAMS = {"compute": COMPUTE, "read": READ, "write": WRITE}
 _CHANGING = ("initialise", "train")
@@ -56,13 +59,16 @@ def _check_program(plan: Plan, program: Program, arena: int) -> None:
     _check_references(plan, program, context)
     _check_streams(program, context)
     _check_producers(program, context)
+    mesh = plan.mesh_of(program)
     for register in program.registers:
-        check_tensor(register, plan.mesh, arena, context)
+        check_tensor(register, mesh, arena, context)
     tensors = plan.tensors(program)
     for task in program.tasks:
         if task.kind == "collective":
-            check_collective(task, tensors, plan.mesh, context)
+            check_collective(task, tensors, mesh, context)
         _check_workspace(task, arena, context)
+    check_phases(program, context)
+    program = unroll(program, ENOUGH)
     order = order_of(program)
     check_memory(plan, program, order)
     _check_reading(plan, program, context)

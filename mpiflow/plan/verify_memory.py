@@ -167,6 +167,8 @@ def _pieces(
 
     for r in (*plan.variables, *program.registers):
         uses = readers[r.name] + writers[r.name]
+        if r.micro and ahead & set(writers[r.name]):
+            continue  # one piece for all slots
         variable = r.name in variables
         add(
             f"{kind_of(r)} {r.name}", r.name, r.aliases, r.offset, r.slots * r.nbytes,

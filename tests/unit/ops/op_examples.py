@@ -108,12 +108,14 @@ EXAMPLES = {
     "Normal": [made("Normal", shape=(5, 7), key=(1, 2), deviation=0.5, mean=3.0),
                made("Normal", shape=(3, 2, 4), key=(3, 2), dtype="float64")],
     "Slice": [made("Slice", f(5, 4)), made("Slice", n(7))],
+    "Accumulate": [made("Accumulate", f(5, 4)), made("Accumulate", f(3), reduce_by="max")],
+    "Collect": [made("Collect", f(5, 4)), made("Collect", f())],
     "KeepFirst": [made("KeepFirst", f(5, 4)), made("KeepFirst", f())],
 }  # fmt: skip
 
 NO_GRADIENT = {
-    "ArgMax", "Equal", "Fill", "KeepFirst", "Normal", "ReduceMax", "ReluGrad",
-    "Slice", "Uniform",
+    "Accumulate", "ArgMax", "Collect", "Equal", "Fill", "KeepFirst", "Normal", "ReduceMax",
+    "ReluGrad", "Slice", "Uniform",
 }  # fmt: skip
 """Ops that are not differentiated: their outputs are integers, or they are gradients already."""
 
