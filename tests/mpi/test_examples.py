@@ -7,6 +7,7 @@ import pytest
 from cli_job import ROOT, evaluations_of, steps_of
 
 from mpiflow.cli import main
+from mpiflow.plan.store import load
 
 EXAMPLES = ROOT / "examples"
 RUNS = {
@@ -39,30 +40,46 @@ def test_an_example_makes_its_data_and_learns(mpiexec, tmp_path, example):
     assert evaluations_of(rows)[-1]["rows"] > 0
 
 
-@pytest.mark.parametrize(
-    ("example", "parameters", "settings"),
-    [
-        ("gpt", 124_439_808, ("size=small",)),
-        ("images", 61_100_840, ("model=alexnet", "size=224", "channels=3", "classes=1000")),
-        ("images", 138_357_544, ("model=vgg16", "size=224", "channels=3", "classes=1000")),
-        ("bert", 110_106_428, ("size=base",)),
-        ("widedeep", None, ("table=1000000000",)),
-        ("faces", None, ("classes=1000000",)),
-        ("field", None, ("size=512",)),
-    ],
-)
-def test_a_full_size_is_planned_without_files(
-    tmp_path, capsys, monkeypatch, example, parameters, settings
-):
+def transformer_flops(parameters, layers, width, tokens):
+    """Of a training step, a row: 6 a parameter and token, and 6 products of t x t x width a layer.
+
+    A product of the forward pass has two in the backward pass; an operation is half a multiply-add.
+    """
+    return 6 * parameters * tokens + 12 * layers * tokens**2 * width
+
+
+RGB = ("size=224", "channels=3", "classes=1000")
+FULL = {
+    "gpt": ("gpt", ("size=small",), 124_439_808, transformer_flops(124_439_808, 12, 768, 1024)),
+    "bert": ("bert", ("size=base",), 110_106_428, transformer_flops(110_106_428, 12, 768, 512)),
+    "resnet50": ("images", ("model=resnet50", *RGB), 25_557_032, 6 * 4.09e9),
+    "vgg16": ("images", ("model=vgg16", *RGB), 138_357_544, 6 * 15.47e9),
+    "alexnet": ("images", ("model=alexnet", *RGB), 61_100_840, None),
+    "widedeep": ("widedeep", ("table=1000000000",), None, None),
+    "faces": ("faces", ("classes=1000000",), None, None),
+    "field": ("field", ("size=512",), None, None),
+}
+"""Model -> example, settings, parameters and operations of a training step, a row, as published."""
+
+
+@pytest.mark.parametrize("model", FULL)
+def test_a_full_size_is_planned_without_files(tmp_path, capsys, monkeypatch, model):
+    example, settings, parameters, flops = FULL[model]
     monkeypatch.chdir(tmp_path)
     options = [part for setting in settings for part in ("--set", setting)]
-    code = main(["plan", str(EXAMPLES / f"{example}.py"), "--ranks", "4", *options, "--json"])
+    options += ["--ranks", "4", "--json", "-o", "made.plan"]
+    code = main(["plan", str(EXAMPLES / f"{example}.py"), *options])
     made = json.loads(capsys.readouterr().out)
     assert code == 0, made
+    assert made["predicted"]["peak_bytes"]["host"] > 4 * made["parameters"] / 4
+    assert [path.name for path in tmp_path.iterdir()] == ["made.plan"]
     if parameters:
         assert made["parameters"] == parameters
-    assert made["predicted"]["peak_bytes"]["host"] > 4 * made["parameters"] / 4
-    assert not list(tmp_path.iterdir())
+    if flops:
+        train = load("made.plan").program("train")
+        assert 4 * sum(task.flops for task in train.tasks) == pytest.approx(
+            flops * train.rows, rel=0.02
+        )
 
 
 @pytest.mark.parametrize("example", RUNS)
