@@ -37,6 +37,7 @@ from mpiflow.ops.norm import group_norm, layer_norm, rms_norm
 from mpiflow.ops.pool import global_max_pool, global_mean_pool, max_pool, mean_pool
 from mpiflow.ops.random import Fill, Normal, Uniform, fill, random_key
 from mpiflow.ops.reduction import mean, reduce_max, reduce_sum, total
+from mpiflow.ops.sample import block_count, sample_rows
 from mpiflow.ops.scatter import add_at, one_hot
 from mpiflow.ops.select import (
     clip,
@@ -58,17 +59,16 @@ from mpiflow.ops.softmax import log_softmax, masked_softmax, normalise, softmax
 from mpiflow.ops.step import graph_step
 
 __all__ = [
-    "Fill", "Normal", "Uniform", "absolute", "add", "add_at", "arc_margin", "argmax",
-    "attention", "batch_norm", "binary_cross_entropy", "cast", "clip", "concat", "conv",
-    "cos_margin", "cross_entropy", "cut", "divide", "dropout", "embedding", "equal", "exp",
-    "fill", "gelu", "global_max_pool", "global_mean_pool", "graph_step", "greater",
-    "greater_equal", "group_norm", "huber", "identity", "keep", "l1", "layer_norm", "less",
-    "less_equal", "linear", "linear_transposed", "log", "log_softmax", "logical_and",
-    "logical_not", "logical_or", "masked_softmax", "matmul", "max_pool", "maximum", "mean",
-    "mean_cross_entropy", "mean_pool", "merge_heads", "minimum", "movement", "mse", "multiply",
-    "normalise", "not_equal", "one_hot", "permute", "pick", "power", "random_key",
-    "reduce_max", "reduce_sum", "relu", "reshape", "rms_norm", "rotary", "rowupdate",
-    "running_moments", "scale", "scaling", "sigmoid", "silu", "softmax", "softplus", "split",
-    "split_heads", "sqrt", "square", "stack", "stop_gradient", "subtract", "tanh", "total",
-    "unstack", "update", "weighted_mean", "where",
+    "Fill", "Normal", "Uniform", "absolute", "add", "add_at", "arc_margin", "argmax", "attention",
+    "batch_norm", "binary_cross_entropy", "block_count", "cast", "clip", "concat", "conv",
+    "cos_margin", "cross_entropy", "cut", "divide", "dropout", "embedding", "equal", "exp", "fill",
+    "gelu", "global_max_pool", "global_mean_pool", "graph_step", "greater", "greater_equal",
+    "group_norm", "huber", "identity", "keep", "l1", "layer_norm", "less", "less_equal", "linear",
+    "linear_transposed", "log", "log_softmax", "logical_and", "logical_not", "logical_or",
+    "masked_softmax", "matmul", "max_pool", "maximum", "mean", "mean_cross_entropy", "mean_pool",
+    "merge_heads", "minimum", "movement", "mse", "multiply", "normalise", "not_equal", "one_hot",
+    "permute", "pick", "power", "random_key", "reduce_max", "reduce_sum", "relu", "reshape",
+    "rms_norm", "rotary", "rowupdate", "running_moments", "sample_rows", "scale", "scaling",
+    "sigmoid", "silu", "softmax", "softplus", "split", "split_heads", "sqrt", "square", "stack",
+    "stop_gradient", "subtract", "tanh", "total", "unstack", "update", "weighted_mean", "where",
 ]  # fmt: skip

@@ -40,6 +40,18 @@ def update(name, scalars, kept, rows, *, width=3, table=7, dtype="float64", **at
     return made(name, *arrays, **attributes)
 
 
+def sample(blocks, size, labels, count, dtype="int64"):
+    draw = np.random.default_rng(labels)
+    label = draw.integers(0, blocks * size, labels).astype(dtype)
+    return made("SampleClasses", label, np.asarray(7), blocks=blocks, size=size, count=count,
+                key=(3, 4))  # fmt: skip
+
+
+def found(classes, labels):
+    return np.random.default_rng(labels).choice(classes.reshape(-1), labels)
+
+
+CHOSEN = blocks(5, 30, 3)
 SOME, ALL = ascending(7, 0, 2, 3, 6, padding=2), ascending(7, *range(7))
 NONE = ascending(7, padding=3)
 SKIPPED = np.full(4, -1)
@@ -54,6 +66,9 @@ EXAMPLES = {
                  made("TakeRows", f(7, 1), blocks(1, 7, 7), size=7)],
     "TakeRowsGrad": [made("TakeRowsGrad", f(3, 2, 3), blocks(3, 12, 2), size=4),
                      made("TakeRowsGrad", f(1, 7, 2), blocks(1, 7, 7), size=7)],
+    "SampleClasses": [sample(5, 6, 7, 3), sample(2, 40, 5, 9), sample(3, 1, 1, 1, "uint8")],
+    "SampledColumn": [made("SampledColumn", CHOSEN, found(CHOSEN, 5)),
+                      made("SampledColumn", blocks(1, 40, 30), found(blocks(1, 40, 30), 7))],
     "SgdRowUpdate": [
         update("SgdRowUpdate", 1, 0, SOME), update("SgdRowUpdate", 1, 0, NONE),
         update("SgdRowUpdate", 2, 1, blocks(3, 12, 2), table=12, block=4, momentum=0.9,
