@@ -14,6 +14,7 @@ from typing import Any
 from mpiflow.compiler import boxing
 from mpiflow.compiler.boxing import Hop, local_shape
 from mpiflow.compiler.cost import compute_bytes, compute_seconds, op_seconds, read_seconds
+from mpiflow.compiler.limits import Limits, index_limits
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.order import in_order, order_updates
@@ -273,7 +274,10 @@ class _Lowering:
         attributes: dict[str, Any] = {"data": data, "fields": list(self.graph.inputs)}
         limits = index_limits(self.graph)
         if limits:
-            attributes["limits"] = [limits.get(name, 0) for name in self.graph.inputs]
+            found = [limits.get(name, Limits(0)) for name in self.graph.inputs]
+            attributes["limits"] = [one.below for one in found]
+            if any(one.ignored for one in found):
+                attributes["ignored"] = [sorted(one.ignored) for one in found]
         self.build.loop = 1
         self.build.add(
             Task(
@@ -385,26 +389,6 @@ def in_phases(program: Program) -> Program:
         phase[name] = settle(name)
     placed = [replace(task, phase=phase[task.name]) for task in program.tasks]
     return replace(program, tasks=tuple(sorted(placed, key=lambda task: task.phase)))
-
-
-def index_limits(graph: Graph) -> dict[str, int]:
-    """Per input field that is used as an index: how many values are legal."""
-    fields = {tensor: name for name, tensor in graph.inputs.items()}
-    limits: dict[str, int] = {}
-    for node in graph.live():
-        shapes = tuple(t.shape for t in (*node.inputs, *node.outputs))
-        for operand, size in node.op.limits(shapes):
-            tensor = node.inputs[operand]
-            while tensor not in fields and tensor.node is not None and _keeps_values(tensor.node):
-                tensor = tensor.node.inputs[0]
-            if tensor in fields:
-                name = fields[tensor]
-                limits[name] = min(size, limits.get(name, size))
-    return limits
-
-
-def _keeps_values(node: Node) -> bool:
-    return node.op.name in ("Cast", "Identity", "StopGradient", "Reshape", "Permute")
 
 
 def lower_initialise(

@@ -125,7 +125,9 @@ class Session:
             if len(rows) > 1:
                 raise PlanError(f"{task.name}: fields are split in different ways: {sorted(rows)}")
             spans += rows
-        fields, limits = reads[0].attributes["fields"], reads[0].attributes.get("limits", ())
+        attributes = reads[0].attributes
+        fields, limits = attributes["fields"], attributes.get("limits", ())
+        ignored = attributes.get("ignored") or [[] for _ in fields]
         return ReadTask(
             reads[0].name.partition("#")[0],
             self._readers[program.data],
@@ -136,7 +138,7 @@ class Session:
                 for t in reads
             ],
             binder.registers[reads[0].outputs[0]].slots,
-            {f: n for f, n in zip(fields, limits, strict=False) if n},
+            {f: (n, v) for f, n, v in zip(fields, limits, ignored, strict=False) if n},
             self.transport.name,
         )
 

@@ -36,7 +36,7 @@ class ReadTask:
         spans: list[tuple[int, int]],
         slots: list[dict[str, np.ndarray]],
         ahead: int,
-        limits: dict[str, int],
+        limits: dict[str, tuple[int, list[int]]],
         who: str,
     ) -> None:
         self.name, self.reader, self.spans, self.slots = name, reader, spans, slots
@@ -80,14 +80,19 @@ class ReadTask:
             self.reader.read(step, self.spans[self.micro], out)
         except Exception as error:
             raise _explained(error, f"{self.who}: step {step + 1}, {self.name}") from error
-        for field, limit in self.limits.items():
+        for field, (below, ignored) in self.limits.items():
             values = out[field]
-            if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
-                self._refuse(step, field, limit, values)
+            if values.size and (int(values.min()) < 0 or int(values.max()) >= below):
+                wrong = (values < 0) | (values >= below)
+                for value in ignored:
+                    wrong &= values != value
+                if wrong.any():
+                    self._refuse(step, field, wrong, values)
 
-    def _refuse(self, step: int, field: str, limit: int, values: np.ndarray) -> None:
-        wrong = np.flatnonzero((values.reshape(len(values), -1) < 0).any(1)
-                               | (values.reshape(len(values), -1) >= limit).any(1))  # fmt: skip
+    def _refuse(self, step: int, field: str, at: np.ndarray, values: np.ndarray) -> None:
+        wrong = np.flatnonzero(at.reshape(len(at), -1).any(1))
+        below, ignored = self.limits[field]
+        legal = "".join([f"0..{below - 1}", *(f" or be {value}" for value in ignored)])
         listed = [
             f"\n  {self.reader.describe(step, self.spans[self.micro][0] + int(row))}: {values[row]}"
             for row in wrong[:5]
@@ -95,7 +100,7 @@ class ReadTask:
         more = f"\n  and {len(wrong) - 5} more rows" if len(wrong) > 5 else ""
         raise DataError(
             f"{self.who}: step {step + 1}, {self.name}: field {field!r} must lie in"
-            f" 0..{limit - 1}; out of range:{''.join(listed)}{more}"
+            f" {legal}; out of range:{''.join(listed)}{more}"
         )
 
 

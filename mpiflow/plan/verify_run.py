@@ -149,6 +149,12 @@ def _check_read(task: Task, program: Program, data: DataSet, outputs: list[Regis
     limits = task.attributes.get("limits", [])
     if not isinstance(limits, list | tuple) or not all(type(limit) is int for limit in limits):
         raise VerifyError(f"{what}: limits are {limits!r}, not whole numbers")
+    ignored = task.attributes.get("ignored", [])
+    if not isinstance(ignored, list | tuple) or not all(
+        isinstance(some, list | tuple) and all(type(value) is int for value in some)
+        for some in ignored
+    ):
+        raise VerifyError(f"{what}: ignored values are {ignored!r}, not lists of whole numbers")
 
 
 def _check_saving(plan: Plan) -> None:

@@ -81,6 +81,10 @@ FAULTS = {
         changed_task("train", "read", attributes={"fields": ["image", "label"], "limits": ["9"]}),
         r"limits are \['9'\], not whole numbers",
     ),
+    "ignored": (
+        changed_task("train", "read", attributes={"fields": ["image", "label"], "ignored": [9]}),
+        r"ignored values are \[9\], not lists of whole numbers",
+    ),
     "variable of no name": (
         changed_task("save", "write", attributes={"variable": "../x"}),
         r"writes '\.\./x', no variable",
