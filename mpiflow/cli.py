@@ -1,4 +1,4 @@
-"""The command line: mpiflow plan | check | simulate | diff | run | data | checkpoint | doctor."""
+"""The command line: mpiflow plan | check | simulate | run | predict | data | checkpoint | ..."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NoReturn
 
-from mpiflow import commands, data_commands
+from mpiflow import commands, data_commands, weight_commands
 from mpiflow.errors import MpiflowError, UsageError
 from mpiflow.version import __version__
 
@@ -137,6 +137,11 @@ _OPS = _argument(
     help="run this file, which declares ops that the plan uses",
 )  # fmt: skip
 _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FILE (.plan)")
+_NAMES = _argument(
+    "--names", default="", metavar="MAP",
+    help="how a file names weights: a .toml or .json file, torchvision-resnet, hf-bert:heads=N,"
+    " hf-gpt2:heads=N, hf-llama:heads=N,kv_heads=N",
+)  # fmt: skip
 _AFTER = _argument("--after", metavar="STEP", help="show what a step of the compiler made")
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
@@ -158,6 +163,16 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                               help="train up to step N instead of epochs"),
                     _argument("--accept-changes", action="store_true",
                               help="go on from a checkpoint of a changed program"))),
+    (weight_commands.predict, (
+        _argument("job", metavar="FILE.py[:function]"), _MESH, _SET, _DATA,
+        _argument("--checkpoint", required=True, metavar="RUN|CHECKPOINT|WEIGHTS",
+                  help="what to predict with"),
+        _argument("-o", "--output", required=True, metavar="FILE.h5"),
+        _argument("--dataset", default="", metavar="NAME|PATTERN",
+                  help="what to predict for (default: what evaluates)"),
+        _argument("--outputs", default="", metavar="NAME,...",
+                  help="default: all that have a value for each row"),
+        _NAMES, _argument("--overwrite", action="store_true", help="replace FILE.h5"))),
     (commands.doctor, (_JSON,)),
 )  # fmt: skip
 
@@ -216,9 +231,25 @@ _GROUPS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
         ("pack", "Make data files of arrays, images, tables or text.", _PACKERS),
         (data_commands.data_info, (_argument("pattern", metavar="PATTERN"), _DATA, _JSON)),
     )),
-    ("checkpoint", "Examine checkpoints.", (
+    ("checkpoint", "Examine checkpoints; weights in and out.", (
         (commands.checkpoint_info, (
             _argument("path", metavar="RUN|CHECKPOINT"),
             _argument("--deep", action="store_true", help="read and verify every byte"), _JSON)),
+        (weight_commands.checkpoint_export, (
+            _argument("path", metavar="RUN|CHECKPOINT"),
+            _argument("-o", "--output", required=True, metavar="FILE.safetensors|FILE.npz"),
+            _NAMES,
+            _argument("--average", action="store_true", help="averages in the place of weights"),
+            _argument("--all", action="store_true", help="also what the optimizer keeps"), _JSON)),
+        (weight_commands.checkpoint_import, (
+            _argument("job", metavar="FILE.py[:function]"),
+            _argument("weights", metavar="FILE.safetensors|FILE.npz|RUN"),
+            _argument("-o", "--output", metavar="FOLDER",
+                      help="the run's folder (default: run/NAME)"),
+            _NAMES,
+            _argument("--without", action="append", default=[], metavar="PATTERN",
+                      help="variables that begin as the model says: 'head.*'"),
+            _argument("--ignore", action="append", default=[], metavar="PATTERN",
+                      help="tensors of the file that nothing uses"), _SET, _DATA, _JSON)),
     )),
 )  # fmt: skip

@@ -210,7 +210,8 @@ class _Lowering:
         timing: Timing | None,
     ) -> None:
         self.placed, self.graph, self.timing = placed, placed.graph, timing
-        self.variables = {v.name: v for v in in_time(variables.values(), mesh)}
+        # By the name in the graph: an evaluation has averages in the place of weights.
+        self.variables = dict(zip(variables, in_time(variables.values(), mesh), strict=True))
         self.build = Builder(mesh, machine, loops=timing.count if timing else 0)
         self.values: dict[tuple[Tensor, int], Register] = {}
         self.old: dict[Tensor, Register] = {}
@@ -234,7 +235,9 @@ class _Lowering:
                 self._node(node, choice)
         self.build.loop = 0
         self._copy_assigned()
-        outputs = tuple(self._output(name, t) for name, t in self.graph.outputs.items())
+        # Outputs that have rows are handed out by what stands behind this; see predict.py.
+        scalars = ((name, t) for name, t in self.graph.outputs.items() if not t.shape)
+        outputs = tuple(self._output(name, t) for name, t in scalars)
         tasks = order_updates(self.build.tasks, set(self.variables))
         registers = tuple(self.build.registers.values())
         program = Program(self.graph.name, rows, registers, tasks, (), outputs, 0.0, data)

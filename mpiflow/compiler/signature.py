@@ -296,10 +296,14 @@ class _Solver:
 
     def _output_costs(self, unary: list[Table]) -> None:
         everywhere = (B,) * len(self.mesh.axes)
+        by_row: Layout = tuple(
+            S(0) if i in self.batch and size > 1 else B for i, size in enumerate(self.mesh.sizes)
+        )
         for tensor in self.graph.outputs.values():
             producer, output = self.position[tensor]
             given = [choice.outputs[output] for choice in self.domains[producer]]
-            unary[producer] += _EXPOSED * self._convert(tensor, given, [everywhere])[:, 0]
+            wanted = by_row if tensor.shape else everywhere
+            unary[producer] += _EXPOSED * self._convert(tensor, given, [wanted])[:, 0]
 
     def _assign_edges(self, unary: list[Table]) -> None:
         for name, value in self.graph.assigns.items():

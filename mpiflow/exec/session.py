@@ -185,19 +185,30 @@ class Session:
         """Collective. Snapshot all variables; they are stored beside the next steps."""
         self.writes.wait()
         self.run("save")
-        program = self._programs["save"].program
-        registers = {r.name: r for r in program.registers}
+        self.writes.begin(writer, self._staged("save", "variable"))
+
+    def predict(self, program: str, step: int, writer: Writer) -> None:
+        """Collective. A step whose rows are stored beside the next one, from the other slot."""
+        firing = self._programs[program].fired
+        self.run(program, step)
+        self.writes.wait()
+        self.writes.begin(writer, self._staged(program, "output", firing))
+
+    def _staged(
+        self, program: str, key: str, firing: int = 0
+    ) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+        """What this rank has to store: the name at attribute `key`, where it begins, the array."""
+        records = self._programs[program].program
+        registers = {r.name: r for r in records.registers}
         pieces = []
-        for task in program.tasks:
-            if task.stream == WRITE:
-                register = registers[task.inputs[0]]
-                if self._is_writer(register):
-                    start = tuple(first for first, _ in self.rank.box(register))
-                    view = self.arena.view(
-                        register.offset, self.rank.shape(register), register.dtype
-                    )
-                    pieces.append((task.attributes["variable"], start, view))
-        self.writes.begin(writer, pieces)
+        for task in (t for t in records.tasks if t.stream == WRITE):
+            register = registers[task.inputs[0]]
+            if self._is_writer(register):
+                start = tuple(first for first, _ in self.rank.box(register))
+                offset = register.offset + firing % register.slots * register.nbytes
+                view = self.arena.view(offset, self.rank.shape(register), register.dtype)
+                pieces.append((task.attributes[key], start, view))
+        return pieces
 
     def _is_writer(self, register: Register) -> bool:
         """Of the ranks that hold the same part, the first one; nobody writes an empty part."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpiflow.errors import VerifyError
-from mpiflow.graph.sbp import S, layout_text
+from mpiflow.graph.sbp import B, S, layout_text
 from mpiflow.plan.records import READ, WRITE, DataSet, Plan, Program, Register, Task
 
 LOSS = "loss"
@@ -188,3 +188,41 @@ def _check_arena(plan: Plan) -> None:
     ends = [tensor.offset + tensor.slots * tensor.nbytes for tensor in tensors]
     ends += [sum(task.workspace) for program in plan.programs for task in program.tasks]
     _require("the size of the arena", dict(plan.arenas)["host"], max(ends, default=0))
+
+
+def verify_predict(plan: Plan) -> None:
+    """VerifyError where predicting by a plan that `verify` accepts would find something amiss."""
+    if len(plan.data) != 1:
+        raise VerifyError(f"the plan has {len(plan.data)} data sets; predictions are made for one")
+    (data,) = plan.data
+    _check_data(data)
+    _check_first(plan)
+    tail = data.rows % data.batch
+    wanted = ([data.batch] if data.rows >= data.batch else []) + ([tail] if tail else [])
+    programs = [program for program in plan.programs if program.data == data.name]
+    _require("the rows of the programs", [program.rows for program in programs], wanted)
+    given = [_check_rows(plan, program) for program in programs]
+    for program, outputs in zip(programs, given, strict=True):
+        _check_tasks(plan, program)
+        _require(f"what program {program.name} gives for a row", outputs, given[0])
+    _check_arena(plan)
+
+
+def _check_rows(plan: Plan, program: Program) -> dict[str, str]:
+    """The outputs that a program writes, with dtype and shape of a row."""
+    tensors = plan.tensors(program)
+    outputs: dict[str, str] = {}
+    for task in program.tasks:
+        if task.stream != WRITE:
+            continue
+        name = task.attributes.get("output")
+        if not isinstance(name, str) or name in outputs or len(task.inputs) != 1:
+            raise VerifyError(f"program {program.name}: {task.name} writes {name!r}, no output or"
+                              " one that is written already")  # fmt: skip
+        rows = tensors[task.inputs[0]]
+        what = f"program {program.name}: output {name}"
+        _require(f"the rows of {what}", rows.shape[:1], (program.rows,))
+        if any(sbp != B and sbp != S(0) for sbp in rows.layout):
+            raise VerifyError(f"{what} is {layout_text(rows.layout)}; a rank writes whole rows")
+        outputs[name] = f"{rows.dtype} {rows.shape[1:]}"
+    return outputs

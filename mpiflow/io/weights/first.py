@@ -40,11 +40,12 @@ def resolve(
     *,
     without: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    partly: bool = False,
 ) -> tuple[tuple[Filled, ...], list[str]]:
     """What fills each of the model's variables but those that fit `without`, and remarks.
 
-    CheckpointError with all that is missing, of another shape or dtype, or needed by nobody;
-    `ignore` are tensors of the file that may be left over.
+    CheckpointError with all that is missing, of another shape or dtype, or needed by nobody.
+    `ignore` are tensors of the file that may be left over; with `partly` any may.
     """
     wanted = {v.name: v for v in variables}
     left_out = [name for name in wanted if matches_any(without, name)]
@@ -71,7 +72,8 @@ def resolve(
     extra = [
         f"{info.name}: {info}"
         for info in source.tensors.values()
-        if info.name not in used
+        if not partly
+        and info.name not in used
         and not names.ignores(info.name)
         and not matches_any(ignore, info.name)
         and is_of_model(info.name, source.tensors)

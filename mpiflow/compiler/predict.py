@@ -1,0 +1,229 @@
+"""From a job to the plan of its predictions: what its model gives for each row of a data set.
+
+A step reads a batch, computes, and hands the rows to the write stream as they lie on the ranks:
+
+    read -> compute ... -> stage (2 slots) -> write: rows [start, stop) of each output
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+
+from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.bucket import bucket
+from mpiflow.compiler.driver import NUMERICS, Target, priced, relative_line
+from mpiflow.compiler.fuse import fuse
+from mpiflow.compiler.lower import PREFETCH, Builder, lower, lower_initialise
+from mpiflow.compiler.memory import plan_memory
+from mpiflow.compiler.schedule import schedule
+from mpiflow.compiler.signature import Placed, choose
+from mpiflow.compiler.stages import check_stages
+from mpiflow.compiler.trace import take_rows, trace
+from mpiflow.compiler.userops import identity_section, user_ops
+from mpiflow.errors import DataError, UsageError
+from mpiflow.graph.check import check
+from mpiflow.graph.graph import Graph, building
+from mpiflow.graph.op import REGISTRY
+from mpiflow.graph.sbp import B, Layout, S
+from mpiflow.graph.tensor import Tensor, is_narrow
+from mpiflow.job import Job
+from mpiflow.ops.shape import cast
+from mpiflow.plan.records import WRITE, DataSet, Field, Plan, Program, Settings, Task, Variable
+from mpiflow.plan.slice import itemsize
+from mpiflow.plan.verify import verify
+from mpiflow.version import __version__
+
+PREDICT = "predict"
+"""The data set, and the program of full batches; that of the rest ends with "_tail"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to predict: outputs by name (empty: all that have rows), for the rows of a data set.
+
+    `absent` are fields that the model may ask for and the data do not have, labels say; no output
+    may depend on them.
+    """
+
+    data: DataSet
+    outputs: Sequence[str] = ()
+    absent: Sequence[Field] = ()
+
+
+def compile_predict(
+    job: Job,
+    wanted: Wanted,
+    target: Target,
+    *,
+    folder: Path,
+    cache_bytes: Callable[..., int] = lambda data, *spans: 0,
+) -> Plan:
+    """The plan, proven. It has the variables that the outputs need, and no others."""
+    check_stages(target.mesh)
+    data = wanted.data
+    tail = data.rows % data.batch
+    sizes = [(PREDICT, data.batch)] if data.rows >= data.batch else []
+    sizes += [(f"{PREDICT}_tail", tail)] if tail else []
+    graphs = [_graph(job, wanted, name, rows) for name, rows in sizes]
+    placed = [choose(graphs[0], target.mesh, target.machine)]
+    layouts = {name: placed[0].sources[v.tensor] for name, v in graphs[0].variables.items()}
+    placed += [choose(graph, target.mesh, target.machine, layouts) for graph in graphs[1:]]
+    variables = {name: _variable(graphs[0], name, layouts[name], target, folder)
+                 for name in layouts}  # fmt: skip
+    programs = [lower_initialise(graphs[0], variables, target.mesh, target.machine)]
+    programs += [_program(one, variables, target, data) for one in placed]
+    programs = [_arranged(program, set(variables), target, folder) for program in programs]
+    packed = plan_memory(tuple(variables.values()), tuple(programs))
+    ops = user_ops(programs, folder)
+    plan = Plan(
+        job=job.name,
+        version=__version__,
+        numpy=np.__version__,
+        mesh=target.mesh,
+        device=target.device,
+        machine=target.machine.name,
+        numerics=NUMERICS,
+        seed=job.seed,
+        identity=(*_identity(graphs[0], job, data), *identity_section(ops)),
+        variables=packed.variables,
+        arenas=(("host", packed.nbytes),),
+        process_bytes=_process_bytes(packed.programs, packed.nbytes, target, data, cache_bytes),
+        data=(data,),
+        settings=Settings(epochs=1, steps_per_epoch=ceil(data.rows / data.batch)),
+        programs=packed.programs,
+        ops=ops,
+    )
+    plan = priced(plan)
+    verify(plan)
+    return plan
+
+
+def _graph(job: Job, wanted: Wanted, name: str, rows: int) -> Graph:
+    """What the wanted outputs need of the model, in evaluation."""
+    data = wanted.data
+    held = {field.name for field in data.fields}
+    absent = [field for field in wanted.absent if field.name not in held]
+    graph = trace(job, replace(data, fields=(*data.fields, *absent)), name=name, rows=rows,
+                  training=False)  # fmt: skip
+    by_row = take_rows(graph, rows)
+    check(graph)
+    graph.outputs = _chosen(job, wanted, by_row, list(graph.outputs))
+    graph.totals.clear()
+    with building(graph):
+        for output, tensor in graph.outputs.items():
+            if is_narrow(
+                tensor.dtype
+            ):  # HDF5 has no bfloat16, and nobody wants 16 bits of a result
+                graph.outputs[output] = cast(tensor, "float32")
+    read = {tensor for node in graph.live() for tensor in node.inputs}
+    for field in absent:
+        if graph.inputs.get(field.name) in read:
+            raise DataError(
+                f"{', '.join(graph.outputs)} need the field {field.name!r}, which"
+                f" {data.pattern} does not have; choose outputs with --outputs"
+            )
+    graph.inputs = {name: tensor for name, tensor in graph.inputs.items() if tensor in read}
+    graph.variables = {n: v for n, v in graph.variables.items() if v.tensor in read}
+    return graph
+
+
+def _chosen(
+    job: Job, wanted: Wanted, by_row: dict[str, Tensor], scalars: list[str]
+) -> dict[str, Tensor]:
+    """The outputs that are wanted, all of them with a value for each row."""
+    if not by_row:
+        raise UsageError(
+            f"job {job.name}: the model gives {', '.join(scalars)}, scalars of a whole batch; to"
+            ' predict, let it also return what it has for each row, as in {"logits": logits}'
+        )
+    for name in wanted.outputs:
+        if name not in by_row:
+            why = "is a scalar of a whole batch" if name in scalars else "is none of the outputs"
+            raise UsageError(f"--outputs {name}: {why}; for each row there are {', '.join(by_row)}")
+    chosen = {name: by_row[name] for name in wanted.outputs or by_row}
+    for name, tensor in chosen.items():
+        if tensor.node is None or "/" in name or name.startswith("."):
+            raise UsageError(
+                f"output {name!r}, {tensor}, is not computed, or cannot name a dataset"
+            )
+    return chosen
+
+
+def _variable(graph: Graph, name: str, layout: Layout, target: Target, folder: Path) -> Variable:
+    tensor = graph.variables[name].tensor
+    nbytes = int(np.prod(local_shape(tensor.shape, layout, target.mesh))) * itemsize(tensor.dtype)
+    where = relative_line(tensor.where, folder)
+    return Variable(name, tensor.shape, tensor.dtype, layout, 0, nbytes, trainable=False,
+                    where=where)  # fmt: skip
+
+
+def _program(
+    placed: Placed, variables: dict[str, Variable], target: Target, data: DataSet
+) -> Program:
+    """The tasks of a step; the last ones hand out the rows of each output."""
+    graph, rows = placed.graph, next(iter(placed.graph.outputs.values())).shape[0]
+    program = lower(placed, variables, target.mesh, target.machine, data=data.name, rows=rows)
+    registers = {register.name: register for register in program.registers}
+    build = Builder(target.mesh, target.machine, registers, list(program.tasks))
+    reads = next((t for t in program.tasks if t.kind == "read"), None)
+    split = registers[reads.outputs[0]].layout if reads else ()
+    # Rows lie where their batch was read, so that few have to move.
+    layout = tuple(S(0) if sbp == S(0) else B for sbp in split) or (B,) * len(target.mesh.axes)
+    for name, tensor in graph.outputs.items():
+        held = build.convert(registers[tensor.name], layout, tensor.where)
+        staged = build.register(
+            f"{PREDICT}/{name}", tensor.shape, tensor.dtype, layout, slots=PREFETCH
+        )
+        build.compute(f"stage {name}", REGISTRY["Slice"](), [held], [staged], tensor.where)
+        build.tasks.append(
+            Task(
+                f"write {name}", "write", WRITE, "write",
+                inputs=(staged.name,),
+                attributes={"output": name},
+                nbytes=staged.nbytes,
+                seconds=staged.nbytes / target.machine.storage,
+                where=tensor.where,
+            )
+        )  # fmt: skip
+    return replace(program, registers=tuple(build.registers.values()), tasks=tuple(build.tasks))
+
+
+def _arranged(program: Program, variables: set[str], target: Target, folder: Path) -> Program:
+    program = schedule(bucket(fuse(program, variables), target.mesh, target.machine))
+    tasks = (replace(t, where=relative_line(t.where, folder)) for t in program.tasks)
+    return replace(program, tasks=tuple(tasks))
+
+
+def _process_bytes(
+    programs: tuple[Program, ...],
+    arena: int,
+    target: Target,
+    data: DataSet,
+    cache_bytes: Callable[..., int],
+) -> int:
+    reads = [t for p in programs for t in p.tasks if t.kind == "read"]
+    registers = {r.name: r for r in programs[1].registers}
+    rows = data.batch
+    if reads:
+        register = registers[reads[0].outputs[0]]
+        rows = local_shape(register.shape, register.layout, target.mesh)[0]
+    return target.machine.process_bytes + arena + cache_bytes(data, (0, rows))
+
+
+def _identity(graph: Graph, job: Job, data: DataSet) -> tuple[tuple[str, str], ...]:
+    """What is computed, by section; that of `driver.identity` where it means the same."""
+    return (
+        ("data", f"{data.rows} rows, fingerprint {data.fingerprint}"),
+        ("fields", ", ".join(f"{f.name} {f.dtype}{list(f.shape)}" for f in data.fields)),
+        ("model", hashlib.sha256(str(graph).encode()).hexdigest()),
+        ("numerics", NUMERICS),
+        ("outputs", ", ".join(map(str, graph.outputs.values()))),
+        ("precision", job.precision),
+        ("variables", "; ".join(str(v.tensor) for v in graph.variables.values())),
+    )
