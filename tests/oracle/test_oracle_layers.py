@@ -89,11 +89,16 @@ def test_self_attention(causal, masked):
     close(found["layer.out.bias"], theirs.out_proj.bias.grad)
 
 
-def test_attention_to_a_memory():
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_to_a_memory(masked):
     heads, length = 2, 4
+    allowed = np.ones((N, length), bool)
+    if masked:
+        allowed[0, 2:] = allowed[2, 0] = False
     layer = nn.MultiHeadAttention(WIDTH, heads, name="layer")
     x, memory = draw(N, T, WIDTH), draw(N, length, WIDTH, seed=1)
-    y, found, values, dy = run(lambda x, m: layer(x, memory=m), (x, memory))
+    arrays = x, memory, allowed
+    y, found, values, dy = run(lambda x, m, a: layer(x, memory=m, mask=a), arrays)
 
     theirs = torch.nn.MultiheadAttention(WIDTH, heads, batch_first=True, dtype=torch.float64)
     kv = np.concatenate(apart(values["layer.memory.weight"], heads, 2), -1)
@@ -103,11 +108,16 @@ def test_attention_to_a_memory():
     put(theirs.out_proj.weight, values["layer.out.weight"].T)
     put(theirs.out_proj.bias, values["layer.out.bias"])
     given, kept = (torch.tensor(a, requires_grad=True) for a in (x, memory))
-    expected, _ = theirs(given, kept, kept, need_weights=False)
+    expected, _ = theirs(
+        given, kept, kept, key_padding_mask=torch.tensor(~allowed), need_weights=False
+    )
     expected.backward(torch.tensor(dy))
     close(y, expected)
     close(found["batch/x0"], given.grad)
     close(found["batch/x1"], kept.grad)
+    close(found["layer.query.weight"].T, theirs.in_proj_weight.grad[:WIDTH])
+    kv = np.concatenate(apart(found["layer.memory.weight"], heads, 2), -1)
+    close(kv.T, theirs.in_proj_weight.grad[WIDTH:])
 
 
 def test_grouped_keys_are_those_of_repeated_heads():
@@ -139,10 +149,11 @@ def test_grouped_keys_are_those_of_repeated_heads():
     np.testing.assert_allclose(y, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3)])
-def test_recurrent_layers(kind, gates):
+def test_recurrent_layers(kind, gates, last):
     inputs, width = 4, 6
-    layer = getattr(nn, kind)(width, name="layer")
+    layer = getattr(nn, kind)(width, last=last, name="layer")
     x = draw(N, T, inputs)
     y, found, values, dy = run(layer, (x,))
 
@@ -154,18 +165,13 @@ def test_recurrent_layers(kind, gates):
         put(getattr(theirs, name), values.get(ours, nothing).T)
     given = torch.tensor(x, requires_grad=True)
     expected, _ = theirs(given)
+    expected = expected[:, -1] if last else expected
     expected.backward(torch.tensor(dy))
     close(y, expected)
     close(found["batch/x0"], given.grad)
     for name, ours in names.items():
         if ours in found:
             close(found[ours].T, getattr(theirs, name).grad)
-
-
-def test_the_last_state_of_a_recurrent_layer():
-    x = draw(N, T, 4)
-    every, last = (run(nn.GRU(6, last=choice, name="layer"), (x,))[0] for choice in (False, True))
-    np.testing.assert_array_equal(every[:, -1], last)
 
 
 def test_tied_weights_add_up_the_gradients_of_both_uses():

@@ -137,6 +137,9 @@ DECAYS = [
     (mf.Constant(RATE), lambda o: SCHEDULES.ConstantLR(o, 1.0)),
     (mf.Constant(RATE, warmup=6), lambda o: SCHEDULES.LinearLR(o, 1 / 6, total_iters=5)),
     (mf.StepDecay(RATE, 4, 0.7), lambda o: SCHEDULES.StepLR(o, 4, 0.7)),
+    (mf.StepDecay(RATE, 8, 0.7, warmup=6),
+     lambda o: SCHEDULES.ChainedScheduler(
+         [SCHEDULES.LinearLR(o, 1 / 6, total_iters=5), SCHEDULES.StepLR(o, 8, 0.7)])),
     (mf.Cosine(RATE, 20), lambda o: SCHEDULES.CosineAnnealingLR(o, 20)),
     (mf.Cosine(RATE, end=0.01, warmup=6),  # the run has 20 steps, 14 of them after the warm-up
      warm(6, lambda o: SCHEDULES.CosineAnnealingLR(o, 14, 0.01))),
@@ -144,6 +147,8 @@ DECAYS = [
     (mf.LinearDecay(RATE, 15, end=0.02, warmup=5),
      warm(5, lambda o: SCHEDULES.LinearLR(o, 1.0, 0.4, total_iters=10))),
     (mf.Polynomial(RATE, 15, 2.5), lambda o: SCHEDULES.PolynomialLR(o, 15, 2.5)),
+    (mf.Polynomial(RATE, end=0.01, warmup=5),  # 0.01 + 0.04 left^2, 15 steps after the warm-up
+     warm(5, lambda o: SCHEDULES.LambdaLR(o, lambda t: 0.2 + 0.8 * (1 - t / 15) ** 2))),
     (mf.InverseSqrt(RATE, 5),
      lambda o: SCHEDULES.LambdaLR(o, lambda t: min((t + 1) / 5, sqrt(5 / (t + 1))))),
 ]  # fmt: skip
@@ -185,21 +190,21 @@ def check_layerwise(optimizer, update):
         close(after[name], value)
 
 
-def lars(lr, momentum, trust, decay, plain_names=()):
+def lars(rate_of, momentum, trust, decay, plain_names=()):
     kept = {}
 
     def update(name, step, w, g):
         beta = 0.0 if name in plain_names else decay
-        rate = lr
+        rate = rate_of(step)
         if name not in plain_names:
-            rate = lr * trust * norm(w) / (norm(g) + beta * norm(w))
+            rate = rate * trust * norm(w) / (norm(g) + beta * norm(w))
         kept[name] = momentum * kept.get(name, 0.0) + rate * (g + beta * w)
         return w - kept[name]
 
     return update
 
 
-def lamb(lr, decay, plain_names=(), betas=(0.9, 0.999), eps=1e-6):
+def lamb(rate_of, decay, plain_names=(), betas=(0.9, 0.999), eps=1e-6):
     m, v = {}, {}
 
     def update(name, step, w, g):
@@ -207,6 +212,7 @@ def lamb(lr, decay, plain_names=(), betas=(0.9, 0.999), eps=1e-6):
         v[name] = betas[1] * v.get(name, 0.0) + (1 - betas[1]) * g * g
         first, second = (x[name] / (1 - b**step) for x, b in zip((m, v), betas, strict=True))
         direction = first / (np.sqrt(second) + eps)
+        lr = rate_of(step)
         if name in plain_names:
             return w - lr * direction
         direction = direction + decay * w
@@ -217,17 +223,26 @@ def lamb(lr, decay, plain_names=(), betas=(0.9, 0.999), eps=1e-6):
 
 
 FEW = ("in.bias", "gain")
+RATES = {
+    "constant": (lambda lr: lr, lambda lr: lambda step: lr),
+    "linear": (lambda lr: mf.LinearDecay(lr, 25), lambda lr: lambda step: lr * (26 - step) / 25),
+}
+"""Ours and theirs, where the first step is 1."""
 
 
+@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("groups", [(), (mf.NO_DECAY,)], ids=["all", "matrices"])
-def test_lars_is_that_of_its_paper(groups, clip):
-    optimizer = mf.LARS(0.1, trust=0.2, weight_decay=0.1, groups=groups, clip=clip)
-    check_layerwise(optimizer, lars(0.1, 0.9, 0.2, 0.1, FEW if groups else ()))
+def test_lars_is_that_of_its_paper(groups, clip, rate):
+    ours, theirs = RATES[rate]
+    optimizer = mf.LARS(ours(0.1), trust=0.2, weight_decay=0.1, groups=groups, clip=clip)
+    check_layerwise(optimizer, lars(theirs(0.1), 0.9, 0.2, 0.1, FEW if groups else ()))
 
 
+@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("groups", [(), (mf.NO_DECAY,)], ids=["all", "matrices"])
-def test_lamb_is_that_of_its_paper(groups, clip):
-    optimizer = mf.LAMB(0.05, weight_decay=0.1, groups=groups, clip=clip)
-    check_layerwise(optimizer, lamb(0.05, 0.1, FEW if groups else ()))
+def test_lamb_is_that_of_its_paper(groups, clip, rate):
+    ours, theirs = RATES[rate]
+    optimizer = mf.LAMB(ours(0.05), weight_decay=0.1, groups=groups, clip=clip)
+    check_layerwise(optimizer, lamb(theirs(0.05), 0.1, FEW if groups else ()))
