@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -29,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (isinstance(error, UsageError) and _is_later_rank(os.environ)):
             print(f"mpiflow: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("mpiflow: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader of a pipe has seen enough; leave nothing for the interpreter to flush.
         sys.stderr.close()

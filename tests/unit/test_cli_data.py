@@ -204,6 +204,18 @@ def test_texts_that_cannot_be_meant_are_usage_errors(call, tmp_path, options, wo
     assert words in errors
 
 
+def test_interrupted_packing_leaves_nothing(call, tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "import numpy as np\n"
+        "def rows():\n"
+        "    yield {'x': np.zeros(5)}\n"
+        "    raise KeyboardInterrupt\n"
+    )
+    code, _, errors = call("pack", "arrays", "rows.py:rows", "out")
+    assert (code, errors) == (130, "mpiflow: interrupted\n")
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_every_kind_of_data_has_help(capsys):
     for kind in ("arrays", "images", "idx", "csv", "text"):
         with pytest.raises(SystemExit) as left:
