@@ -2,7 +2,7 @@
 
 Given choices with a cost each, and pairs of choices with a table of costs, find the assignment
 with the smallest sum. The cost is exponential only in the width of the graph, and training
-graphs are ladders of small width.
+graphs are ladders of small width. Where they are too wide, bounds leave few of the choices.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mpiflow.compiler.bounds import Bounds, Table, bounds
 from mpiflow.errors import CompileError
 
-Table = NDArray[np.float64]
 Indices = NDArray[np.intp]
-_NEVER = 1e9
-"""Stands for an infinite cost in differences."""
-_LIMIT = 3e8
-"""The largest joint table, in entries."""
+Pairs = dict[tuple[int, int], Table]
+_DIRECT, _LARGEST = 10**5, 10**7
+"""Joint tables of so many entries are made without finding bounds first, and at all."""
+_NEAR, _EXACT = 1e-6, 1e-9
+"""Shares of the bound: the slack of the choices that are tried first, and rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A choice for each variable, and their sum; no assignment has one below `lower`.
+
+    Where the two are equal but for rounding, it is the best one, and of equals the earlier choice.
+    """
+
+    choice: tuple[int, ...]
+    total: float
+    lower: float
 
 
 @dataclass(eq=False, slots=True)
@@ -41,14 +54,6 @@ class _Problem:
         for variable in factor.scope:
             self.touching[variable][factor] = None
 
-    def neighbours(self, variable: int) -> tuple[int, ...]:
-        around = {v for factor in self.touching[variable] for v in factor.scope}
-        return tuple(sorted(around - {variable}))
-
-    def weight(self, variable: int) -> int:
-        """The entries of the table that eliminating the variable makes."""
-        return prod(self.sizes[v] for v in self.neighbours(variable)) * self.sizes[variable]
-
     def take(self, variable: int) -> list[_Factor]:
         """Remove and give the factors of a variable."""
         factors = list(self.touching[variable])
@@ -58,62 +63,84 @@ class _Problem:
         return factors
 
 
-def minimise(
-    unary: list[Table], pairs: dict[tuple[int, int], Table]
-) -> tuple[tuple[int, ...], float]:
-    """The best choice for each variable, and the sum; ties go to the earlier choice."""
+def minimise(unary: list[Table], pairs: Pairs) -> Solution:
+    """The best choice for each variable, where pairs (a < b) have a table of costs."""
     costs = [np.asarray(c, np.float64) for c in unary]
     tables = {scope: np.asarray(pairs[scope], np.float64) for scope in sorted(pairs)}
-    kept = undominated(costs, tables)
+    order, largest = _order([len(c) for c in costs], tables)
+    if largest > _DIRECT:
+        return _minimise_wide(costs, tables)
+    choice, total = _eliminate_all(costs, tables, order)
+    return Solution(choice, total, total)
+
+
+def _minimise_wide(costs: list[Table], tables: Pairs) -> Solution:
+    """Solve among the choices of least slack, then among all that may be in a better solution.
+
+    Those with more slack than the first solution has above the bound cannot be.
+    """
+    found = bounds(costs, tables)
+    near = _minimise_among(costs, tables, found, _NEAR * abs(found.lower))
+    if near is None:
+        raise CompileError(
+            "there are too many ways to lay out this graph that are equally fast; give hints, or"
+            " use fewer mesh axes"
+        )
+    if near.lower == near.total:
+        return near
+    best = _minimise_among(costs, tables, found, near.total - found.lower)
+    return near if best is None else best
+
+
+def _minimise_among(
+    costs: list[Table], tables: Pairs, found: Bounds, margin: float
+) -> Solution | None:
+    """The best solution of choices with no more slack than `margin`; None if that is too wide."""
+    margin += _EXACT * abs(found.lower)
+    kept = [np.flatnonzero(slack <= margin) for slack in found.slack]
     costs = [c[k] for c, k in zip(costs, kept, strict=True)]
     tables = {(a, b): t[np.ix_(kept[a], kept[b])] for (a, b), t in tables.items()}
-    chosen, total = _eliminate_all(costs, tables)
-    return tuple(int(k[i]) for k, i in zip(kept, chosen, strict=True)), total
+    order, largest = _order([len(c) for c in costs], tables)
+    if largest > _LARGEST:
+        return None
+    chosen, total = _eliminate_all(costs, tables, order)
+    proven = total - found.lower <= margin
+    choice = tuple(int(k[i]) for k, i in zip(kept, chosen, strict=True))
+    return Solution(choice, total, total if proven else found.lower)
 
 
-def undominated(costs: list[Table], tables: dict[tuple[int, int], Table]) -> list[Indices]:
-    """The choices of each variable that may be in the best assignment.
+def _order(sizes: list[int], tables: Pairs) -> tuple[list[int], int]:
+    """The variables with a choice, the smallest joint table next, and the largest of these."""
+    around: list[set[int]] = [set() for _ in sizes]
+    for a, b in tables:
+        if sizes[a] > 1 and sizes[b] > 1:
+            around[a].add(b)
+            around[b].add(a)
 
-    A choice goes if another costs no more whatever the neighbours choose (dead-end elimination,
-    Goldstein 1994): c[other] - c[choice] + sum over neighbours of max(t[other] - t[choice]) <= 0.
-    """
-    around: list[dict[int, Table]] = [{} for _ in costs]
-    for (a, b), table in tables.items():
-        table = np.minimum(table, _NEVER)
-        around[a][b], around[b][a] = table, table.T
-    kept: list[Indices] = [np.arange(len(c)) for c in costs]
-    waiting = dict.fromkeys(range(len(costs)))
-    while waiting:
-        variable = next(iter(waiting))
-        del waiting[variable]
-        survivors = _survivors(variable, costs, around, kept)
-        if len(survivors) < len(kept[variable]):
-            kept[variable] = survivors
-            waiting.update(dict.fromkeys(around[variable]))
-    return kept
+    def joint(variable: int) -> int:
+        return prod(sizes[v] for v in around[variable]) * sizes[variable]
 
-
-def _survivors(
-    variable: int, costs: list[Table], around: list[dict[int, Table]], kept: list[Indices]
-) -> Indices:
-    own = kept[variable]
-    if len(own) == 1:
-        return own
-    cost = np.minimum(costs[variable][own], _NEVER)
-    worst = cost[:, None] - cost[None, :]  # how much row costs more than column, at the worst
-    for other, table in around[variable].items():
-        part = table[np.ix_(own, kept[other])]
-        worst = worst + (part[:, None, :] - part[None, :, :]).max(-1)
-    better = worst <= 0
-    np.fill_diagonal(better, False)
-    # Of two that are equal in every way, the earlier stays.
-    better &= ~(better.T & np.tri(len(own), k=-1, dtype=bool))
-    return own[~better.any(0)]
+    queue = [(joint(v), v) for v, size in enumerate(sizes) if size > 1]
+    heapq.heapify(queue)
+    order: dict[int, None] = {}
+    largest = 0
+    while queue:
+        size, variable = heapq.heappop(queue)
+        if variable in order or size != joint(variable):
+            continue  # an older entry of one whose neighbours have changed
+        order[variable] = None
+        largest = max(largest, size)
+        for v in around[variable]:
+            around[v] |= around[variable]
+            around[v] -= {v, variable}
+            heapq.heappush(queue, (joint(v), v))
+    return list(order), largest
 
 
 def _eliminate_all(
-    costs: list[Table], tables: dict[tuple[int, int], Table]
+    costs: list[Table], tables: Pairs, order: list[int]
 ) -> tuple[tuple[int, ...], float]:
+    """The best choices and their sum; ties go to the earlier choice."""
     sizes = [len(c) for c in costs]
     problem = _Problem(sizes, [{} for _ in sizes])
     total = 0.0
@@ -124,27 +151,18 @@ def _eliminate_all(
             problem.add(factor)
         else:
             total += float(factor.table)
-    choice = {i: 0 for i, size in enumerate(sizes) if size == 1}
-    queue = [(problem.weight(v), v) for v in range(len(sizes)) if v not in choice]
-    heapq.heapify(queue)
     eliminated: list[tuple[int, tuple[int, ...], Indices]] = []
-    gone: set[int] = set()
-    while queue:
-        weight, variable = heapq.heappop(queue)
-        if variable in gone or weight != problem.weight(variable):
-            continue  # an older entry of one whose neighbours have changed
-        gone.add(variable)
+    for variable in order:
         neighbours, best, rest = _eliminate(problem, variable)
         eliminated.append((variable, neighbours, best))
         if neighbours:
             problem.add(_Factor(neighbours, rest))
-            for v in neighbours:
-                heapq.heappush(queue, (problem.weight(v), v))
         else:
             total += float(rest)
+    choice = [0] * len(costs)
     for variable, neighbours, best in reversed(eliminated):
         choice[variable] = int(best[tuple(choice[v] for v in neighbours)])
-    return tuple(choice[i] for i in range(len(costs))), total
+    return tuple(choice), total
 
 
 def _without_singletons(factor: _Factor) -> _Factor:
@@ -155,18 +173,13 @@ def _without_singletons(factor: _Factor) -> _Factor:
 
 def _eliminate(problem: _Problem, variable: int) -> tuple[tuple[int, ...], Indices, Table]:
     """The neighbours, the best choice for each of their joint choices, and what it costs."""
-    neighbours = problem.neighbours(variable)
-    scope = (*neighbours, variable)
-    shape = [problem.sizes[v] for v in scope]
-    if prod(shape) > _LIMIT:
-        raise CompileError(
-            f"the choice of layouts needs a table of {prod(shape)} entries; give hints, or use"
-            " fewer mesh axes"
-        )
-    joint = np.zeros(shape)
-    for factor in problem.take(variable):
+    factors = problem.take(variable)
+    around = {v for factor in factors for v in factor.scope} - {variable}
+    scope = (*sorted(around), variable)
+    joint = np.zeros([problem.sizes[v] for v in scope])
+    for factor in factors:
         joint += _spread(factor, scope)
-    return neighbours, joint.argmin(-1), joint.min(-1)
+    return scope[:-1], joint.argmin(-1), joint.min(-1)
 
 
 def _spread(factor: _Factor, scope: tuple[int, ...]) -> Table:

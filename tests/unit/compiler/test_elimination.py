@@ -3,7 +3,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mpiflow.compiler.elimination import minimise, undominated
+from mpiflow.compiler.elimination import minimise
 
 
 def cost(unary, pairs, choice):
@@ -25,50 +25,56 @@ def random_problem(seed):
 def test_elimination_finds_what_trying_everything_finds(seeds):
     for seed in seeds:
         unary, pairs = random_problem(seed)
-        choice, total = minimise(unary, pairs)
+        found = minimise(unary, pairs)
         best = min(cost(unary, pairs, c) for c in product(*(range(len(u)) for u in unary)))
-        assert total == pytest.approx(best)
-        assert cost(unary, pairs, choice) == pytest.approx(best)
+        assert found.lower == found.total == pytest.approx(best)
+        assert cost(unary, pairs, found.choice) == pytest.approx(best)
 
 
 def test_ties_go_to_the_earlier_choice():
-    assert minimise([np.zeros(3), np.zeros(2)], {(0, 1): np.zeros((3, 2))})[0] == (0, 0)
+    assert minimise([np.zeros(3), np.zeros(2)], {(0, 1): np.zeros((3, 2))}).choice == (0, 0)
 
 
 def test_a_long_ladder_is_solved():
     draw = np.random.default_rng(0)
     unary = [draw.random(8) for _ in range(200)]
     pairs = {(i, i + step): draw.random((8, 8)) for step in (1, 2) for i in range(200 - step)}
-    choice, total = minimise(unary, pairs)
-    assert cost(unary, pairs, choice) == pytest.approx(total)
-    assert total < cost(unary, pairs, (0,) * 200)
+    found = minimise(unary, pairs)
+    assert cost(unary, pairs, found.choice) == pytest.approx(found.total)
+    assert found.total < cost(unary, pairs, (0,) * 200)
 
 
-def test_choices_that_cannot_be_best_are_left_out_and_the_best_stays():
-    draw = np.random.default_rng(3)
-    for _ in range(100):
-        sizes = draw.integers(1, 5, draw.integers(2, 6))
-        costs = [draw.integers(0, 6, n).astype(float) for n in sizes]
-        tables = {
-            (i, j): draw.integers(0, 3, (sizes[i], sizes[j])).astype(float)
-            for i in range(len(sizes)) for j in range(i + 1, len(sizes)) if draw.random() < 0.6
-        }  # fmt: skip
-        kept = undominated(costs, tables)
-
-        def total(choice, costs=costs, tables=tables):
-            pairs = sum(t[choice[a], choice[b]] for (a, b), t in tables.items())
-            return sum(c[i] for c, i in zip(costs, choice, strict=True)) + pairs
-
-        best = min(map(total, product(*map(range, sizes))))
-        assert min(map(total, product(*kept))) == best
-        assert all(len(k) for k in kept)
+def complete_problem(variables, choices, seed):
+    """Every variable with a table beside every other: as wide as can be."""
+    draw = np.random.default_rng(seed)
+    unary = [draw.random(choices) for _ in range(variables)]
+    pairs = {
+        (a, b): draw.random((choices, choices))
+        for a in range(variables) for b in range(a + 1, variables)
+    }  # fmt: skip
+    return unary, pairs
 
 
-def test_of_equal_choices_the_first_stays():
-    kept = undominated([np.zeros(3), np.zeros(2)], {(0, 1): np.zeros((3, 2))})
-    assert [k.tolist() for k in kept] == [[0], [0]]
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_problem_is_solved_among_the_choices_that_bounds_leave(seed):
+    unary, pairs = complete_problem(5, 12, seed)
+    joint = np.zeros([12] * 5)
+    for v, costs in enumerate(unary):
+        joint += costs.reshape([12 if i == v else 1 for i in range(5)])
+    for pair, table in pairs.items():
+        joint += table.reshape([12 if i in pair else 1 for i in range(5)])
+    found = minimise(unary, pairs)
+    assert found.choice == np.unravel_index(joint.argmin(), joint.shape)
+    assert found.lower == found.total == pytest.approx(joint.min())
+
+
+def test_what_is_too_wide_to_prove_has_a_solution_and_a_bound_below_it():
+    unary, pairs = complete_problem(10, 12, 0)
+    found = minimise(unary, pairs)
+    assert found.total == pytest.approx(cost(unary, pairs, found.choice))
+    assert 0 < found.lower < found.total < cost(unary, pairs, (0,) * 10)
 
 
 def test_a_choice_that_cannot_be_converted_is_never_taken():
     table = np.array([[np.inf, 1.0], [np.inf, 5.0]])
-    assert minimise([np.array([3.0, 0.0]), np.array([0.0, 0.0])], {(0, 1): table})[0] == (0, 1)
+    assert minimise([np.array([3.0, 0.0]), np.array([0.0, 0.0])], {(0, 1): table}).choice == (0, 1)
