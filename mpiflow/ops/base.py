@@ -17,6 +17,12 @@ def apply(op: Op, *inputs: Tensor) -> Tensor:
     return graph.add(op, *inputs)[0]
 
 
+def is_zero(x: Tensor) -> bool:
+    """Whether a tensor is a constant zero, as the gradient of an output that nothing uses."""
+    op = x.node.op if x.node else None
+    return op is not None and op.name == "Fill" and not op.attributes().get("value")
+
+
 def refusal(message: str) -> GraphError:
     """The error for a call that cannot become a node, with the user's line."""
     return GraphError(f"{message}\n  {user_line()}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,6 +13,7 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor, is_float
 from mpiflow.ops.base import Gradients, Tensors, apply, dim_index
 from mpiflow.ops.elementwise import Elementwise
+from mpiflow.ops.work import in_turn
 
 
 @op
@@ -57,31 +60,45 @@ class RowIndex(Op):
     """Base of ops that address one entry, `index`, of the last dim of each row."""
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        rows = 1
-        for n in inputs[1]:
-            rows *= n
-        return rows * 25  # two int64, one value of at most 8 bytes, one bool per row
+        return address_bytes(inputs[1])
 
     def _address(
         self, shard: ShardView, index: Any, columns: int, start: int
     ) -> tuple[Any, Any, Any]:
-        """Flat positions of the entries that this shard holds, which these are, and scratch.
+        call, *found = address(shard.xp, shard.work, index, columns, start)
+        call()
+        return found[0], found[1], found[2]
 
-        Rows whose entry lies elsewhere get their own first position.
-        """
-        xp, work, n = shard.xp, shard.work, index.size
-        flat, rows = work[: 8 * n].view(xp.int64), work[8 * n : 16 * n].view(xp.int64)
-        mine, scratch = work[24 * n : 25 * n].view(bool), work[16 * n : 24 * n].view(xp.int64)
-        xp.copyto(flat, index.reshape(-1), casting="unsafe")
-        xp.subtract(flat, start, out=flat)
+
+def address_bytes(index: Shape) -> int:
+    """The workspace of `address`: two int64, one value of at most 8 bytes, one bool per row."""
+    return prod(index) * 25
+
+
+def address(
+    xp: Any, work: Any, index: Any, columns: int, start: int
+) -> tuple[Callable[[], None], Any, Any, Any]:
+    """A call that finds flat positions of the entries that a shard holds, and which these are.
+
+    Then both, and scratch. The shard has the `columns` from `start` on. Rows whose entry lies
+    elsewhere get their own first position.
+    """
+    n = index.size
+    flat, rows = work[: 8 * n].view(xp.int64), work[8 * n : 16 * n].view(xp.int64)
+    mine, scratch = work[24 * n : 25 * n].view(bool), work[16 * n : 24 * n].view(xp.int64)
+    calls = [
+        partial(xp.copyto, flat, index.reshape(-1), "unsafe"),
         # One unsigned comparison is 0 <= flat < columns.
-        xp.less(flat.view(xp.uint64), columns, out=mine)
-        xp.multiply(flat, mine, out=flat)
-        rows.fill(columns)
-        rows[:1] = 0
-        xp.add.accumulate(rows, out=rows)
-        xp.add(flat, rows, out=flat)
-        return flat, mine, scratch
+        partial(xp.less, flat.view(xp.uint64), columns, mine),
+        partial(xp.multiply, flat, mine, flat),
+        partial(rows.fill, columns),
+        partial(rows[:1].fill, 0),
+        partial(xp.add.accumulate, rows, 0, None, rows),
+        partial(xp.add, flat, rows, flat),
+    ]
+    if start:
+        calls.insert(1, partial(xp.subtract, flat, start, flat))
+    return in_turn(calls), flat, mine, scratch
 
 
 @op

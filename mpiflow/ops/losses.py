@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from math import cos, pi, sin
 
-from mpiflow.graph.tensor import Tensor
+from mpiflow.graph.tensor import Tensor, is_narrow
 from mpiflow.ops.activation import absolute, softplus
 from mpiflow.ops.base import refusal
-from mpiflow.ops.elementwise import divide, exp, log, scale, sqrt, square
+from mpiflow.ops.elementwise import divide, log, scale, sqrt, square
+from mpiflow.ops.entropy import EntropySums
 from mpiflow.ops.index import pick
 from mpiflow.ops.random import fill
 from mpiflow.ops.reduction import mean, reduce_max, reduce_sum
@@ -41,12 +42,12 @@ def cross_entropy(
         if ignore is not None:
             counted = not_equal(label, ignore)
             label = where(counted, label, 0)
-        shifted = logits - stop_gradient(reduce_max(logits, -1, keep=True))
-        target = pick(shifted, label)
-        if smoothing:
-            evenly = mean(shifted, -1)
-            target = scale(target, 1 - smoothing) + scale(evenly, smoothing)
-        rows = log(reduce_sum(exp(shifted), -1)) - target
+        if is_narrow(logits.dtype):
+            logits = cast(logits, "float32")
+        highest = stop_gradient(reduce_max(logits, -1))
+        op = EntropySums(1.0 - smoothing, smoothing / logits.shape[-1])
+        _, sums, target = logits.graph.add(op, logits, highest, label)
+        rows = log(sums) - target
         if counted is not None:
             rows = keep(rows, counted)
         return rows if weight is None else rows * weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -27,6 +28,16 @@ def carve(work: Any, *pieces: Piece) -> list[Any]:
 def carved(*pieces: Piece) -> int:
     """The bytes that `carve` needs."""
     return sum(-(-_nbytes(piece) // _LINE) * _LINE for piece in pieces)
+
+
+def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    """One call that makes all of these."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 def _nbytes(piece: Piece) -> int:

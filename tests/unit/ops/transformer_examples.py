@@ -85,6 +85,15 @@ EXAMPLES = {
              made("Clip", f(), high=0.1), made("Clip", ids(7, rows=9), low=2, high=5)],
     "ClipGrad": [made("ClipGrad", g(5, 4), f(5, 4), low=-0.7, high=0.9),
                  made("ClipGrad", g(7), f(7), low=0.25), made("ClipGrad", g(), f(), high=0.1)],
+    "EntropySums": [made("EntropySums", f(5, 4), g(5), ids(5, rows=4)),
+                    made("EntropySums", f(2, 3, 7), g(2, 3), ids(2, 3, rows=7).astype("uint8"),
+                         label_share=0.9, even_share=0.1 / 7),
+                    made("EntropySums", f(6), g(), ids(rows=6), even_share=0.25)],
+    "EntropySumsGrad": [made("EntropySumsGrad", f(5), g(5), g(5, 4), ids(5, rows=4)),
+                        made("EntropySumsGrad", f(2, 3), g(2, 3), g(2, 3, 7),
+                             ids(2, 3, rows=7).astype("uint8"), label_share=0.9,
+                             even_share=0.1 / 7),
+                        made("EntropySumsGrad", f(), g(), g(6), ids(rows=6))],
     **{name: [made(name, a) for a in ROWS] for name in ("LogSoftmax", "Normalise", "Softmax")},
     **{f"{name}Grad": [made(f"{name}Grad", g(*a.shape), a) for a in ROWS]
        for name in ("LogSoftmax", "Normalise", "Softmax")},
@@ -132,9 +141,9 @@ EXAMPLES = {
 }  # fmt: skip
 
 NO_GRADIENT = {
-    "AbsoluteGrad", "ClipGrad", "Compare", "EmbeddingGrad", "GeluGrad", "GeluTanhGrad",
-    "LargerGrad", "LogSoftmaxGrad", "Logical", "LogicalNot", "NormaliseGrad", "OneHot", "PowerGrad",
-    "SigmoidGrad", "SiluGrad", "SoftmaxGrad", "SoftplusGrad", "TanhGrad",
+    "AbsoluteGrad", "ClipGrad", "Compare", "EmbeddingGrad", "EntropySumsGrad", "GeluGrad",
+    "GeluTanhGrad", "LargerGrad", "LogSoftmaxGrad", "Logical", "LogicalNot", "NormaliseGrad",
+    "OneHot", "PowerGrad", "SigmoidGrad", "SiluGrad", "SoftmaxGrad", "SoftplusGrad", "TanhGrad",
 }  # fmt: skip
 
 LARGE_EXAMPLES = {
