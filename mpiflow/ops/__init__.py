@@ -20,6 +20,7 @@ from mpiflow.ops.elementwise import (
     subtract,
 )
 from mpiflow.ops.embedding import embedding
+from mpiflow.ops.gather import gather
 from mpiflow.ops.index import argmax, equal, pick
 from mpiflow.ops.losses import (
     arc_margin,
@@ -62,13 +63,14 @@ __all__ = [
     "Fill", "Normal", "Uniform", "absolute", "add", "add_at", "arc_margin", "argmax", "attention",
     "batch_norm", "binary_cross_entropy", "block_count", "cast", "clip", "concat", "conv",
     "cos_margin", "cross_entropy", "cut", "divide", "dropout", "embedding", "equal", "exp", "fill",
-    "gelu", "global_max_pool", "global_mean_pool", "graph_step", "greater", "greater_equal",
-    "group_norm", "huber", "identity", "keep", "l1", "layer_norm", "less", "less_equal", "linear",
-    "linear_transposed", "log", "log_softmax", "logical_and", "logical_not", "logical_or",
-    "masked_softmax", "matmul", "max_pool", "maximum", "mean", "mean_cross_entropy", "mean_pool",
-    "merge_heads", "minimum", "movement", "mse", "multiply", "normalise", "not_equal", "one_hot",
-    "permute", "pick", "power", "random_key", "reduce_max", "reduce_sum", "relu", "reshape",
-    "rms_norm", "rotary", "rowupdate", "running_moments", "sample_rows", "scale", "scaling",
-    "sigmoid", "silu", "softmax", "softplus", "split", "split_heads", "sqrt", "square", "stack",
-    "stop_gradient", "subtract", "tanh", "total", "unstack", "update", "weighted_mean", "where",
+    "gather", "gelu", "global_max_pool", "global_mean_pool", "graph_step", "greater",
+    "greater_equal", "group_norm", "huber", "identity", "keep", "l1", "layer_norm", "less",
+    "less_equal", "linear", "linear_transposed", "log", "log_softmax", "logical_and", "logical_not",
+    "logical_or", "masked_softmax", "matmul", "max_pool", "maximum", "mean", "mean_cross_entropy",
+    "mean_pool", "merge_heads", "minimum", "movement", "mse", "multiply", "normalise", "not_equal",
+    "one_hot", "permute", "pick", "power", "random_key", "reduce_max", "reduce_sum", "relu",
+    "reshape", "rms_norm", "rotary", "rowupdate", "running_moments", "sample_rows", "scale",
+    "scaling", "sigmoid", "silu", "softmax", "softplus", "split", "split_heads", "sqrt", "square",
+    "stack", "stop_gradient", "subtract", "tanh", "total", "unstack", "update", "weighted_mean",
+    "where",
 ]  # fmt: skip

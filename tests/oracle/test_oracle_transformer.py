@@ -145,6 +145,16 @@ def test_embedding(rows, shape, width):
           (draw(rows, width), ids))  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (2, 7, 4), (4, 3, 2, 5), (2, 3000, 70)], ids=str)
+def test_gather(shape):
+    index = whole(shape[0], 4, high=shape[1])
+
+    def theirs(x, index):
+        return x[torch.arange(shape[0])[:, None], index]
+
+    check(ops.gather, theirs, (draw(*shape), index))
+
+
 def test_joining_and_parting():
     a, b = draw(3, 2, 4), draw(3, 5, 4)
     check(lambda a, b: ops.concat((a, b), 1), lambda a, b: torch.cat((a, b), 1), (a, b))
