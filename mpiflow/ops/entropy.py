@@ -93,19 +93,21 @@ class EntropySums(Entropy):
             partial(xp.copyto, target, 0, where=mine),
         ]
         even = scratch.view(x.dtype)[: len(x)]
-        for rows in _blocks(x):
-            calls.append(partial(xp.subtract, x[rows], highest[rows, None], z[rows]))
-            if self.even_share:
-                calls.append(partial(xp.add.reduce, z[rows], 1, None, even[rows]))
-            calls.append(partial(xp.exp, z[rows], z[rows]))
-            calls.append(partial(xp.add.reduce, z[rows], 1, None, sums[rows]))
+        calls.append(partial(self._exponentials, xp, z, x, highest, even, sums))
+        if self.label_share != 1:
+            calls.append(partial(xp.multiply, target, self.label_share, target))
         if self.even_share:
-            calls += [
-                partial(xp.multiply, target, self.label_share, target),
-                partial(xp.multiply, even, self.even_share, even),
-                partial(xp.add, target, even, target),
-            ]
+            calls.append(partial(xp.multiply, even, self.even_share, even))
+            calls.append(partial(xp.add, target, even, target))
         return in_turn(calls)
+
+    def _exponentials(self, xp: Any, z: Any, x: Any, highest: Any, even: Any, sums: Any) -> None:
+        for rows in _blocks(x):
+            part = xp.subtract(x[rows], highest[rows, None], z[rows])
+            if self.even_share:
+                xp.add.reduce(part, 1, None, even[rows])
+            xp.exp(part, part)
+            xp.add.reduce(part, 1, None, sums[rows])
 
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         self.bind(shard, out, *arrays)()
@@ -138,14 +140,11 @@ class EntropySumsGrad(Entropy):
         share, work = carve(
             shard.work, ((len(z),), z.dtype), ((address_bytes(label.shape),), "uint8")
         )
-        calls: Calls = [partial(xp.multiply, dt, self.even_share, share)]
-        for rows in _blocks(z):
-            calls.append(partial(xp.multiply, z[rows], ds[rows, None], dx[rows]))
-            if self.even_share:
-                calls.append(partial(xp.add, dx[rows], share[rows, None], dx[rows]))
         find, flat, mine, scratch = address(xp, work, label, columns, shard.start(OUT, label.ndim))
         picked = scratch.view(z.dtype)[: len(z)]
-        calls += [
+        calls: Calls = [
+            partial(xp.multiply, dt, self.even_share, share),
+            partial(self._softmax, xp, dx, z, ds, share),
             find,
             partial(xp.multiply, dt, self.label_share, share),
             partial(xp.multiply, share, mine, share),
@@ -154,6 +153,12 @@ class EntropySumsGrad(Entropy):
             partial(xp.put, dx, flat, picked),
         ]
         return in_turn(calls)
+
+    def _softmax(self, xp: Any, dx: Any, z: Any, ds: Any, share: Any) -> None:
+        for rows in _blocks(z):
+            part = xp.multiply(z[rows], ds[rows, None], dx[rows])
+            if self.even_share:
+                xp.add(part, share[rows, None], part)
 
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         self.bind(shard, out, *arrays)()
