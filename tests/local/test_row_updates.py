@@ -189,7 +189,7 @@ def test_the_plan_with_rows_survives_a_checkpoint_of_the_middle():
     assert first == second
 
 
-def test_rows_do_not_change_the_program_that_a_checkpoint_belongs_to():
+def test_how_a_table_is_updated_is_part_of_what_a_checkpoint_belongs_to():
     """The identity says what is computed, and sparse=True is part of that."""
     plans = [plan_of(mf.Adam(0.1), sparse=s) for s in (None, False, True)]
     models = {dict(plan.identity)["model"] for plan in plans}
