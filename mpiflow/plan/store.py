@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
@@ -63,7 +63,12 @@ def canonical(plan: Plan) -> bytes:
 
 def digest(plan: Plan) -> str:
     """SHA-256 of the whole plan; ranks compare it before they start."""
-    return sha256(canonical(plan)).hexdigest()
+    return content_digest(canonical(plan))
+
+
+def content_digest(content: bytes) -> str:
+    """The digest of the plan of which this is the canonical text."""
+    return sha256(content).hexdigest()
 
 
 def program_digest(plan: Plan) -> str:
@@ -73,7 +78,8 @@ def program_digest(plan: Plan) -> str:
 
 def dumps(plan: Plan) -> bytes:
     """The content of the plan's file: canonical JSON with the digest in it."""
-    return _dump({**to_json(plan), "digest": digest(plan)}) + b"\n"
+    encoded = to_json(plan)
+    return _dump({**encoded, "digest": content_digest(_dump(encoded))}) + b"\n"
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -113,17 +119,18 @@ def loads(content: bytes, *, name: str = "the plan", version: str = "") -> Plan:
     stated = data.pop("digest", None) if isinstance(data, dict) else None
     if not isinstance(stated, str):
         raise PlanError(f"{name}: is no plan file: it has no digest")
-    content_digest = sha256(_dump(data)).hexdigest()
-    if stated != content_digest:
+    spelt = _dump(data)
+    found = content_digest(spelt)
+    if stated != found:
         raise PlanError(
             f"{name}: was edited or damaged: digest in the file is {stated}, "
-            f"its content gives {content_digest}; compile the job again"
+            f"its content gives {found}; compile the job again"
         )
     try:
         plan = from_json(data, version=version)
     except PlanError as error:
         raise PlanError(f"{name}: {error}") from None
-    if canonical(plan) != _dump(data):
+    if canonical(plan) != spelt:
         raise PlanError(f"{name}: spells out values that mpiflow leaves out; it did not write it")
     return plan
 
@@ -146,30 +153,66 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _encode(value: Any, kind: Any, path: str) -> Any:
+    return _encoder(kind)(value, path)
+
+
+@cache
+def _encoder(kind: Any) -> Callable[[Any, str], Any]:
+    """What encodes a value of a type; `path` is where the value stands, for messages."""
     if kind is Mesh:
-        return [list(axis) for axis in value.axes]
+        return lambda value, path: [list(axis) for axis in value.axes]
     if kind == Layout:
-        return layout_text(value)
+        return lambda value, path: layout_text(value)
     if is_dataclass(kind):
-        return {
-            field.name: _encode(getattr(value, field.name), hint, f"{path}.{field.name}")
+        return partial(_encode_record, tuple(
+            (field.name, _default(field), _encoder(hint))
             for field, hint in _fields(kind)  # type: ignore[arg-type]
-            if getattr(value, field.name) != _default(field)
-        }
+        ))  # fmt: skip
     if get_origin(kind) is tuple:
-        return [
-            _encode(item, part, f"{path}[{i}]")
-            for i, (item, part) in enumerate(zip(value, _parts(kind, len(value)), strict=True))
-        ]
+        return partial(_encode_tuple, kind)
     if get_origin(kind) is dict:
-        return {key: _encode_free(item, f"{path}.{key}") for key, item in value.items()}
-    if kind is float and type(value) in (int, float) and isfinite(value):
+        return lambda value, path: {
+            key: _encode_free(item, f"{path}.{key}") for key, item in value.items()
+        }
+    special = {float: _encode_float, int: _encode_integer}
+    return special.get(kind, partial(_encode_plain, kind))
+
+
+def _encode_record(
+    members: tuple[tuple[str, Any, Callable[[Any, str], Any]], ...], value: Any, path: str
+) -> dict[str, Any]:
+    """The fields that do not have their default."""
+    encoded = {}
+    for name, default, encode in members:
+        item = getattr(value, name)
+        if item != default:
+            encoded[name] = encode(item, f"{path}.{name}")
+    return encoded
+
+
+def _encode_tuple(kind: Any, value: Any, path: str) -> list[Any]:
+    encoders = map(_encoder, _parts(kind, len(value)))
+    items = enumerate(zip(value, encoders, strict=True))
+    return [encode(item, f"{path}[{i}]") for i, (item, encode) in items]
+
+
+def _encode_float(value: Any, path: str) -> float:
+    if type(value) in (int, float) and isfinite(value):
         return float(value)
-    if kind is int and type(value) is int and not 0 <= value <= _LARGEST:
-        raise PlanError(f"{path} is {value}; a plan holds integers from 0 to {_LARGEST}")
+    raise PlanError(f"{path} is {value!r} of {type(value).__name__}, not a finite float")
+
+
+def _encode_plain(kind: type, value: Any, path: str) -> Any:
     if type(value) is not kind:
         raise PlanError(f"{path} is {value!r} of {type(value).__name__}, not {kind.__name__}")
     return value
+
+
+def _encode_integer(value: Any, path: str) -> int:
+    number: int = _encode_plain(int, value, path)
+    if not 0 <= number <= _LARGEST:
+        raise PlanError(f"{path} is {number}; a plan holds integers from 0 to {_LARGEST}")
+    return number
 
 
 def _encode_free(value: Any, path: str) -> Any:

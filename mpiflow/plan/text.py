@@ -11,7 +11,7 @@ from mpiflow.graph.sbp import layout_text
 from mpiflow.plan.records import DataSet, Plan, Program, Register, Task
 from mpiflow.plan.simulator import Simulation, simulate
 from mpiflow.plan.slice import RankPlan
-from mpiflow.plan.store import canonical, digest, program_digest
+from mpiflow.plan.store import canonical, content_digest, program_digest
 from mpiflow.plan.traffic import bytes_sent
 from mpiflow.plan.unroll import folded, unroll
 
@@ -51,16 +51,17 @@ def summary(plan: Plan) -> dict[str, Any]:
     """The figures of a plan as `mpiflow plan --json` prints them."""
     train = plan.program("train")
     tasks = train.tasks if train else ()
+    content = canonical(plan)
     return {
         "job": plan.job,
-        "digest": digest(plan),
+        "digest": content_digest(content),
         "program": program_digest(plan),
         "ranks": plan.mesh.size,
         "mesh": dict(plan.mesh.axes),
         "parameters": sum(prod(v.shape) for v in plan.variables if v.trainable),
         "nodes": sum(task.kind == "compute" for task in tasks),
         "tasks": sum(len(program.tasks) for program in plan.programs),
-        "plan_bytes": len(canonical(plan)),
+        "plan_bytes": len(content),
         "predicted": {
             "step_seconds": train.seconds if train else 0.0,
             "peak_bytes": dict(plan.arenas),
