@@ -13,6 +13,7 @@ from functools import partial
 import generated
 
 import mpiflow as mf
+from mpiflow.io.pack.pairs import hidden_count
 from mpiflow.io.pack.tokens import token_dtype
 from mpiflow.models.bert import bert
 
@@ -34,7 +35,8 @@ def job(
     fields = {
         "tokens": ((length,), token_dtype(encoder.vocabulary).name),
         "segment": ((length,), "uint8"),
-        "label": ((length,), "int32"),
+        "positions": ((hidden_count(length),), "int32"),
+        "label": ((hidden_count(length),), "int32"),
         "next": ((), "uint8"),
     }
     folder = f"text/bert-{encoder.vocabulary}x{length}"
@@ -46,9 +48,8 @@ def job(
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**6)
 
     def model(batch):
-        masked, order = encoder.losses(
-            batch["tokens"], batch["segment"], batch["label"], batch["next"]
-        )
+        fields = (batch[name] for name in ("tokens", "segment", "label", "next", "positions"))
+        masked, order = encoder.losses(*fields)
         return {"loss": masked + order, "masked": masked, "next": order}
 
     return mf.Job(

@@ -131,8 +131,8 @@ def pack_text(options: Namespace) -> None:
 
     The tokenizer is learned from the text (--vocabulary) or given (--tokenizer), and is kept as
     tokenizer.json beside the packed files. Field: tokens (length,). With --pairs, rows are those
-    of BERT: tokens, segment, label (-1 where nothing is to be predicted), next. The rows to test
-    are the last of the text.
+    of BERT: tokens, segment, positions of the tokens to be found, label (which they are), next. The
+    rows to test are the last of the text.
     """
     if bool(options.vocabulary) == bool(options.tokenizer):
         raise UsageError("give --vocabulary N to learn a tokenizer, or --tokenizer FILE.json")

@@ -51,7 +51,12 @@ def transformer_flops(parameters, layers, width, tokens):
 RGB = ("size=224", "channels=3", "classes=1000")
 FULL = {
     "gpt": ("gpt", ("size=small",), 124_439_808, transformer_flops(124_439_808, 12, 768, 1024)),
-    "bert": ("bert", ("size=base",), 110_106_428, transformer_flops(110_106_428, 12, 768, 512)),
+    "bert": (
+        "bert",
+        ("size=base",),
+        110_106_428,
+        transformer_flops(110_106_428, 12, 768, 512) - 6 * 768 * 30_522 * (512 - 76),
+    ),  # logits of the 76 tokens that are to be found
     "resnet50": ("images", ("model=resnet50", *RGB), 25_557_032, 6 * 4.09e9),
     "vgg16": ("images", ("model=vgg16", *RGB), 138_357_544, 6 * 15.47e9),
     "alexnet": ("images", ("model=alexnet", *RGB), 61_100_840, None),

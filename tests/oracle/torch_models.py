@@ -129,7 +129,7 @@ def bert(dtype):
     def norm(w, name, x):
         return layer_norm(w, name, x, 1e-12)
 
-    def theirs(w, tokens, segment, label, follows):
+    def theirs(w, tokens, segment, label, follows, positions):
         x = w["words.weight"][tokens] + w["segments.weight"][segment] + w["positions.weight"][:T]
         x = norm(w, "norm", x)
         mask = (tokens != 0)[:, None, None, :]
@@ -138,24 +138,25 @@ def bert(dtype):
             x = norm(w, f"{name}.norm1", x + attention(w, f"{name}.attention", x, 3, 3, mask=mask))
             y = F.gelu(linear(w, f"{name}.feed_forward.up", x))
             x = norm(w, f"{name}.norm2", x + linear(w, f"{name}.feed_forward.down", y))
-        h = norm(w, "masked.norm", F.gelu(linear(w, "masked.dense", x)))
+        h = x[torch.arange(len(x))[:, None], positions]
+        h = norm(w, "masked.norm", F.gelu(linear(w, "masked.dense", h)))
         logits = h @ w["words.weight"].T + w["masked.bias"]
         order = linear(w, "next", torch.tanh(linear(w, "pooler", x[:, 0])))
         return (F.cross_entropy(logits.reshape(-1, WORDS), label.reshape(-1), ignore_index=-1)
                 + F.cross_entropy(order, follows))  # fmt: skip
 
     def model(batch):
-        fields = (batch[name] for name in ("tokens", "segment", "label", "follows"))
-        masked, order = encoder.losses(*fields)
+        fields = "tokens", "segment", "label", "follows", "positions"
+        masked, order = encoder.losses(*(batch[name] for name in fields))
         return masked + order
 
     def rows_of(rows):
         tokens = integers(WORDS - 1, rows, T) + 1
         tokens[1::4, -2:] = tokens[2::4, -1:] = 0
-        label = np.where(integers(3, rows, T) == 0, integers(WORDS, rows, T, seed=1), -1)
-        label[:, 1] = np.maximum(label[:, 1], 0)
+        label = integers(WORDS, rows, 3, seed=1)
+        label[3::4, -1] = -1
         return {"tokens": tokens, "segment": integers(2, rows, T), "label": label,
-                "follows": integers(2, rows)}  # fmt: skip
+                "follows": integers(2, rows), "positions": integers(T, rows, 3)}  # fmt: skip
 
     return Case("bert", model, theirs, rows_of)
 

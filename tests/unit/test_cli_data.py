@@ -172,7 +172,8 @@ def test_text_is_packed_with_its_tokenizer(call, tmp_path):
     rows = fields("bert/train-000.h5")["next"][0][0]
     assert fields("bert/train-000.h5") == {
         "tokens": ((rows, 9), "uint16"), "segment": ((rows, 9), "uint8"),
-        "label": ((rows, 9), "int32"), "next": ((rows,), "uint8"),
+        "positions": ((rows, 1), "int32"), "label": ((rows, 1), "int32"),
+        "next": ((rows,), "uint8"),
     }  # fmt: skip
     assert json.loads((tmp_path / "bert/tokenizer.json").read_text()) == json.loads(
         (tmp_path / "gpt/tokenizer.json").read_text()

@@ -15,19 +15,22 @@ from mpiflow.graph.philox import philox4x32
 from mpiflow.io.pack.rows import Arrays, Rows, Selection
 from mpiflow.io.pack.tokens import Marks, TokenRows
 
-IGNORED = -1
-"""The label of a token that is not to be predicted."""
-
 _BLOCK_ROWS = 1024
 _CHOSEN, _MASKED, _KEPT = 0.15, 0.8, 0.9
 
 
+def hidden_count(length: int) -> int:
+    """How many tokens of a row of this length are to be found: 15 % of those of the text."""
+    return max(1, round(_CHOSEN * (length - PairRows.MARKS)))
+
+
 class PairRows(Rows):
-    """Rows `tokens` START a END b END, `segment` 0 up to the first END, `label` and `next`.
+    """Rows `tokens` START a END b END, `segment` 0 up to the first END, and what is to be found.
 
     In half of the rows b follows a in the text (`next` is 1), in the others it is the b of another
-    row. 15 % of the tokens of a and b have a label, others IGNORED; of these 80 % are masked and
-    10 % replaced by any token. `pieces` are the rows of a and b together.
+    row. Of the tokens of a and b `hidden_count` stand at `positions`, in order, and were `label`
+    before 80 % of these were masked and 10 % replaced by any token. `pieces` are the rows of a and
+    b together.
     """
 
     MARKS: ClassVar[int] = 3
@@ -52,31 +55,44 @@ class PairRows(Rows):
 
     def _block(self, rows: NDArray[np.int64]) -> Arrays:
         length = self._pieces.length + self.MARKS
-        # Whether b follows, which other it is; for each token whether it is chosen, its fate, the
-        # word that replaces it.
-        words = self._marks.words
+        # Whether b follows, which other it is, and what `_hide` takes.
         random = self._random(rows, 2 + 3 * length)
         follows = random[:, 0] < 0.5
         count = len(self)
         other = (rows + 1 + (random[:, 1] * (count - 1)).astype(np.int64)) % count
         tokens = self._tokens(rows, np.where(follows, rows, other))
-        chosen, fate, word = random[:, 2:].reshape(len(rows), 3, length).transpose(1, 0, 2)
-        is_text = np.ones(length, bool)
-        is_text[[0, self._first + 1, -1]] = False
-        labelled = (chosen < _CHOSEN) & is_text
-        label = np.where(labelled, tokens, IGNORED).astype(np.int32)
-        tokens[labelled & (fate < _MASKED)] = self._marks.mask
-        replaced = labelled & (fate >= _KEPT)
-        tokens[replaced] = words[(word[replaced] * len(words)).astype(np.int64)]
+        positions, label = self._hide(tokens, random[:, 2:].reshape(len(rows), 3, length))
         segment = np.repeat([[0, 1]], len(rows), axis=0).repeat(
             [self._first + 2, length - self._first - 2], axis=1
         )
         return {
             "tokens": tokens.astype(self._dtype),
             "segment": segment.astype(np.uint8),
-            "label": label,
+            "positions": positions.astype(np.int32),
+            "label": label.astype(np.int32),
             "next": follows.astype(np.uint8),
         }
+
+    def _hide(
+        self, tokens: NDArray[np.int64], random: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Hide some tokens; gives the positions and what was there.
+
+        `random` has for each token its order among those to be hidden, its fate, and the word that
+        replaces it.
+        """
+        order, *others = random.transpose(1, 0, 2)
+        order[:, [0, self._first + 1, -1]] = 1.0  # the marks, after all others
+        first = np.argsort(order, axis=1, kind="stable")[:, : hidden_count(tokens.shape[1])]
+        positions = np.sort(first, axis=1)
+        label = np.take_along_axis(tokens, positions, 1)
+        fate, word = (np.take_along_axis(values, positions, 1) for values in others)
+        shown = np.where(fate < _MASKED, self._marks.mask, label)
+        replaced = fate >= _KEPT
+        words = self._marks.words
+        shown[replaced] = words[(word[replaced] * len(words)).astype(np.int64)]
+        np.put_along_axis(tokens, positions, shown, 1)
+        return positions, label
 
     def _tokens(self, rows: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
         """START, a of `rows`, END, b of `second`, END."""

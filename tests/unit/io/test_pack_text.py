@@ -2,14 +2,17 @@
 
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from mpiflow.errors import DataError, UsageError
+from mpiflow.io.pack import rows as pack_rows
 from mpiflow.io.pack import text as pack_text
 from mpiflow.io.pack.files import text_lines
-from mpiflow.io.pack.pairs import IGNORED, PairRows
+from mpiflow.io.pack.pairs import PairRows, hidden_count
+from mpiflow.io.pack.rows import shuffled
 from mpiflow.io.pack.tokens import Marks, TokenRows, token_dtype
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -89,6 +92,20 @@ def test_rows_are_one_after_another_and_the_last_are_to_test(encoded):
     }  # fmt: skip
     taken = [rows.take(slice(0, len(rows)))["tokens"] for rows in sets.values()]
     assert np.array_equal(np.concatenate(taken).reshape(-1), found.tokens[: 7 * count])
+
+
+def test_tokens_are_encoded_and_taken_in_bounded_memory(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(pack_rows, "PIECE_BYTES", 1 << 20)
+    (tmp_path / "a.txt").write_text(WORDS * 20_000)  # 1.2 MB, about 400,000 tokens
+    tracemalloc.start()
+    try:
+        found = pack_text.encode([tmp_path / "a.txt"], tokenizer, tmp_path)
+        rows = pack_text.text_sets(found, 65, pairs=False, test=0, seed=0)["train"]
+        count = sum(len(piece["tokens"]) for piece in shuffled(rows, 0).pieces())
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
+    assert count == len(found.tokens) // 65 > 5000
 
 
 def test_rows_of_documents_have_a_part_in_one_only(encoded):
@@ -185,16 +202,23 @@ def pairs(pieces):
 
 def test_pairs_hide_what_is_to_be_found(pieces, pairs):
     rows = pairs.take(slice(0, 2000))
-    tokens, label = rows["tokens"].astype(int), rows["label"]
-    chosen = label != IGNORED
-    assert chosen.mean() == pytest.approx(0.15 * PIECE / LENGTH, abs=0.01)
-    assert (tokens[chosen] == MASK).mean() == pytest.approx(0.8, abs=0.02)
-    assert (tokens[chosen] == label[chosen]).mean() == pytest.approx(0.1, abs=0.02)
+    tokens, label, positions = (rows[k].astype(int) for k in ("tokens", "label", "positions"))
+    assert label.shape == positions.shape == (2000, hidden_count(LENGTH))
+    assert (np.diff(positions, axis=1) > 0).all()
+    chosen = np.zeros(tokens.shape, bool)
+    np.put_along_axis(chosen, positions, True, 1)
+    assert not chosen[:, [0, 16, 32]].any()
+    text_share = np.delete(chosen, [0, 16, 32], 1).mean(0)
+    assert text_share == pytest.approx(hidden_count(LENGTH) / PIECE, abs=0.05)
+    shown = np.take_along_axis(tokens, positions, 1)
+    assert (shown == MASK).mean() == pytest.approx(0.8, abs=0.02)
+    assert (shown == label).mean() == pytest.approx(0.1, abs=0.02)
     assert not (tokens[~chosen] == MASK).any()
     assert (tokens[:, 0] == START).all()
     assert (tokens[:, [16, 32]] == END).all()
     assert rows["segment"][0].tolist() == [0] * 17 + [1] * 16
-    original = np.where(chosen, label, tokens)
+    original = tokens.copy()
+    np.put_along_axis(original, positions, label, 1)
     follows = rows["next"] == 1
     text = pieces.take(slice(0, 2000))["tokens"]
     assert follows.mean() == pytest.approx(0.5, abs=0.03)
