@@ -83,10 +83,13 @@ def check(options: Namespace) -> None:
     """Prove a plan, and compare it with the data files that are there now."""
     from mpiflow.io.dataset import check_files
     from mpiflow.plan import text
+    from mpiflow.weights import check_first
 
     made = _load(options.plan, options.ops)
     for data in made.data:
         check_files(data, Path(options.data))
+    if made.first.path:
+        check_first(made.first, Path(options.data))
     if options.json:
         options.answer = {"ok": True, **text.summary(made)}
         return
