@@ -110,6 +110,13 @@ def test_the_sample_does_not_depend_on_the_ranks(mesh):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,model=2"])
+def test_micro_batches_share_the_sample_of_the_step(mesh):
+    plan = plan_of(mesh, micro_batches=3)
+    np.testing.assert_allclose(losses(plan), losses(plan_of()), rtol=1e-10)
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["model=2", "model=4"])
 def test_ranks_send_no_weights_and_touch_none_that_are_not_sampled(mesh):
     classes, width, count = 40_000, 32, 3000

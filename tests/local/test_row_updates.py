@@ -62,6 +62,15 @@ def test_an_update_by_rows_is_the_same_under_every_layout(mesh, split, optimizer
         assert step == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("mesh", ["data=1", "data=3"])
+def test_micro_batches_have_their_lookups_in_one_update(mesh):
+    plan = plan_of(LAZY[2], mesh, sparse=True, micro_batches=2)
+    assert ops(plan)["AdamRowUpdate"] == len(TABLES)
+    for step, expected in zip(run(plan), alone(LAZY[2]), strict=True):
+        assert step == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("optimizer", LAZY, ids=repr)
 def test_the_lazy_form_leaves_the_other_rows_and_what_is_kept_of_them_alone(optimizer):
     arrays, larger = rows(), {"words.weight": WORDS + 9, "users.weight": USERS + 9}
