@@ -12,7 +12,8 @@ On the axis of time all hops are local, and only those to and from B are left:
 
     S(i) -> B   collect           P -> B     accumulate      B -> S(j)  slice
 
-A hop from what is S or P in time is done, and priced, for each micro-batch.
+A hop from what is S or P in time is done, and priced, for each micro-batch. No path goes from S or
+P by B to S: what is gathered is whole only when the loop is over.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def path(
     """The cheapest hops from one layout to another (Dijkstra; ties by position)."""
     between = _choices({x for x in (*source, *target) if isinstance(x, S)}, shape)
     choices = [tuple(dict.fromkeys((b, a, *between))) for a, b in zip(source, target, strict=True)]
+    if mesh.timed:
+        choices[0] = tuple(dict.fromkeys((target[0], source[0])))
     queue: list[tuple[float, int, Layout, tuple[Hop, ...]]] = [(0.0, 0, source, ())]
     settled: set[Layout] = set()
     pushed = 0
@@ -93,23 +96,33 @@ def prices(
     mesh: Mesh,
     machine: Machine,
 ) -> NDArray[np.float64]:
-    """The predicted seconds from each source to each target; infinite where no path leads."""
-    used = {sbp for layout in (*sources, *targets) for sbp in layout}
-    index, table = _all_prices(shape, dtype, _choices(used, shape), mesh, machine)
+    """The predicted seconds from each source to each target; infinite where no path leads.
+
+    On a timed mesh all sources are the same in time, and all targets.
+    """
+    used = {sbp for layout in (*sources, *targets) for sbp in layout[mesh.timed :]}
+    choices = [_choices(used, shape)] * len(mesh.axes)
+    if mesh.timed:
+        choices[0] = tuple(dict.fromkeys(x[0] for x in (*targets, *sources)))
+    index, table = _all_prices(shape, dtype, tuple(choices), mesh, machine)
     return table[np.ix_([index[x] for x in sources], [index[x] for x in targets])]
 
 
 @cache
 def _all_prices(
-    shape: tuple[int, ...], dtype: str, choices: tuple[Sbp, ...], mesh: Mesh, machine: Machine
+    shape: tuple[int, ...],
+    dtype: str,
+    choices: tuple[tuple[Sbp, ...], ...],
+    mesh: Mesh,
+    machine: Machine,
 ) -> tuple[dict[Layout, int], NDArray[np.float64]]:
-    """Layouts of these choices, numbered, and the seconds between any two (Floyd 1962)."""
-    layouts = [x for x in product(choices, repeat=len(mesh.axes)) if is_legal(x, shape, mesh)]
+    """Layouts of these choices an axis, numbered, and the seconds between any two (Floyd 1962)."""
+    layouts = [x for x in product(*choices) if is_legal(x, shape, mesh)]
     index = {layout: i for i, layout in enumerate(layouts)}
     table = np.full((len(layouts), len(layouts)), inf)
     np.fill_diagonal(table, 0.0)
     for layout, i in index.items():
-        for hop in _hops(layout, [choices] * len(layout), shape, dtype, mesh, machine):
+        for hop in _hops(layout, choices, shape, dtype, mesh, machine):
             table[i, index[hop.target]] = hop.seconds * hop.times
     for i in range(len(layouts)):
         np.minimum(table, table[:, i, None] + table[i], out=table)

@@ -378,20 +378,14 @@ class _Lowering:
 
 
 def in_phases(program: Program) -> Program:
-    """With the tasks that fire once put before, between and after the loops, as they can be."""
+    """With the phase of the tasks that fire once: the first that what they need allows."""
     needs = program.needs()
-    tasks = {task.name: task for task in program.tasks}
-    phase: dict[str, int] = {}
-
-    def settle(name: str) -> int:
-        before = [phase[need] for need in needs[name]]
-        earliest = max((p + p % 2 for p in before), default=0)
-        return tasks[name].phase or earliest
-
+    phase = {task.name: task.phase for task in program.tasks}
     for name in TopologicalSorter(needs).static_order():
-        phase[name] = settle(name)
-    placed = [replace(task, phase=phase[task.name]) for task in program.tasks]
-    return replace(program, tasks=tuple(sorted(placed, key=lambda task: task.phase)))
+        before = (phase[need] for need in needs[name])
+        phase[name] = phase[name] or max((p + p % 2 for p in before), default=0)
+    tasks = tuple(replace(task, phase=phase[task.name]) for task in program.tasks)
+    return replace(program, tasks=tasks)
 
 
 def lower_initialise(

@@ -127,21 +127,22 @@ class _Chooser:
         return isinstance(self.sbps.get(tensor), Partial) and not is_narrow(tensor.dtype)
 
     def _cheapest(self, node: Node, options: list[Signature]) -> Signature:
-        prices = [
-            sum(self._price(t, sbp) for t, sbp in zip(node.inputs, option.inputs, strict=True))
-            for option in options
-        ]
-        best = min(range(len(options)), key=prices.__getitem__)
-        if prices[best] >= _NEVER:
+        def price(option: Signature) -> tuple[int, int]:
+            taken = zip(node.inputs, option.inputs, strict=True)
+            sums = sum(isinstance(sbp, Partial) for sbp in option.outputs)
+            return sum(self._price(tensor, sbp) for tensor, sbp in taken), sums
+
+        best = min(options, key=price)
+        if price(best)[0] >= _NEVER:
             tensor = next(t for t in node.inputs if isinstance(self.sbps.get(t), Partial))
             raise CompileError(
                 f"micro-batches: {node.name} needs {tensor.name} in {tensor.dtype} of the whole"
                 f" batch; cast it to float32 first\n  {node.where}"
             )
-        return options[best]
+        return best
 
     def _price(self, tensor: Tensor, wanted: Sbp) -> int:
-        """How much it is to be avoided that a node takes a tensor so; ties go by position."""
+        """How much it is to be avoided that a node takes a tensor so."""
         if tensor in self.open:
             return _NEVER if isinstance(wanted, Partial) else 0
         match self.sbps[tensor], wanted:

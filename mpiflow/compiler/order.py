@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from mpiflow.plan.records import Program, Task
 
 
 def in_order(program: Program) -> Program:
-    """With the tasks in topological order again, otherwise as they stood."""
+    """With the tasks in topological order again, phase by phase, otherwise as they stood."""
     needs = program.needs()
     waiting = list(program.tasks)
     ordered: dict[str, Task] = {}
@@ -21,7 +22,7 @@ def in_order(program: Program) -> Program:
                 rest.append(task)
         assert len(rest) < len(waiting), f"the tasks of {program.name} make a circle"
         waiting = rest
-    return replace(program, tasks=tuple(ordered.values()))
+    return replace(program, tasks=tuple(sorted(ordered.values(), key=attrgetter("phase"))))
 
 
 def order_updates(tasks: list[Task], variables: set[str]) -> tuple[Task, ...]:

@@ -143,7 +143,7 @@ class _Walk:
             for stream, indices in order.items()
             if stream.startswith("comm.")
         }
-        self.reads = {t.name: t for t in program.tasks if t.stream == READ}
+        self.unused = self._users_of_reads()
         self.started: dict[str, list[tuple[Task, Collective]]] = {s: [] for s in self.queues}
         self.done: set[str] = set()
         self.calls: list[Call] = []
@@ -151,36 +151,30 @@ class _Walk:
 
     def run(self) -> None:
         """Walk the compute stream; what is left of the others follows."""
-        last_uses = self._last_readers()
         for task in self.compute:
             for name in self.needs[task.name]:
                 self._complete(name)
             self._emit(task, self.binder.kernel(task, self.views))
-            self.done.add(task.name)
+            self._finish(task)
             self._start_ready()
-            if task.name in last_uses:
-                self._emit(task, self.give_back)
         for stream, queue in self.queues.items():
             while queue or self.started[stream]:
                 self._complete((queue or [self.started[stream][-1][0]])[-1].name)
-        for task in self.reads.values():
-            if task.name in last_uses:
-                self._complete(task.name)
-                self._emit(task, self.give_back)
 
-    def _last_readers(self) -> set[str]:
-        """By read: the last compute task that uses what it gives.
+    def _users_of_reads(self) -> list[set[str]]:
+        """The tasks that use what each read gives, in the order of the reads."""
+        tasks = self.binder.program.tasks
+        reads = [set(t.outputs) for t in tasks if t.stream == READ]
+        return [{t.name for t in tasks if made & set(t.inputs)} for made in reads]
 
-        The read itself, if the end of the step does: another stream uses it.
-        """
-        found = set()
-        for read in self.reads.values():
-            made = set(read.outputs)
-            users = [t for t in self.tasks_by_name.values() if made & set(t.inputs)]
-            last = [t.name for t in self.compute if made & set(t.inputs)][-1:]
-            ahead = any(t.stream != COMPUTE for t in users)
-            found.update([read.name] if ahead or not last else last)
-        return found
+    def _finish(self, task: Task) -> None:
+        """The task is done; give back the slots that nobody needs any more, the oldest first."""
+        self.done.add(task.name)
+        for users in self.unused:
+            users.discard(task.name)
+        while self.unused and not self.unused[0]:
+            self.unused.pop(0)
+            self._emit(task, self.give_back)
 
     def _emit(self, task: Task, call: Call) -> None:
         self.calls.append(call)
@@ -227,7 +221,7 @@ class _Walk:
         while task.name not in self.done:
             first, collective = running.pop(0)
             self._emit(first, partial(collective.wait, self.binder.check))
-            self.done.add(first.name)
+            self._finish(first)
 
     def _touch(self, a: Task, b: Task) -> bool:
         """Whether two tasks use the same memory, so that they may not overlap in time."""

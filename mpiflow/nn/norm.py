@@ -91,7 +91,7 @@ class GroupNorm(Norm):
 class BatchNorm(Norm):
     """Each channel of x (n, c, *size) with mean 0 and variance 1, times scale plus shift.
 
-    In training over `group` rows of the logical batch (all of it by default), so the number of
+    In training over `group` rows of the logical batch (a micro-batch by default), so the number of
     ranks changes nothing; in evaluation by the running mean and variance, which every call in a
     training step moves by the share `momentum` towards those of what it is given.
     """

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from mpiflow.graph.op import Op, ShardView, op
-from mpiflow.graph.rule import Rule, Shape
+from mpiflow.graph.op import OUT, Op, ShardView, op
+from mpiflow.graph.rule import Rule, Shape, Signature
+from mpiflow.graph.sbp import B, S, Sbp
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
 from mpiflow.ops.window import letters
@@ -49,6 +50,19 @@ class Batched(Op):
     def unsplittable(self, rule: Rule) -> frozenset[str]:
         return frozenset({"g", "two"})
 
+    def signatures(
+        self, shapes: tuple[Shape, ...], dtypes: tuple[str, ...]
+    ) -> tuple[Signature, ...]:
+        """Those of the rule, and a split into whole groups, of which nobody needs another's."""
+        found = super().signatures(shapes, dtypes)
+        return (*found, self._by_groups(self.pattern(shapes)))
+
+    def _by_groups(self, rule: Rule) -> Signature:
+        def sbp(dims: _Dims) -> Sbp:
+            return S(0, self.rows) if dims[0] == ("n",) else S(0) if dims == _PAIRS else B
+
+        return Signature(tuple(map(sbp, rule.inputs)), tuple(map(sbp, rule.outputs)))
+
     def full(self, shapes: tuple[Shape, ...]) -> _Dims:
         """The dims of x."""
         return ("n",), ("c",), *letters("s", len(shapes[0]) - 2)
@@ -64,12 +78,12 @@ class Batched(Op):
         mean, variance = moments(xp, sums, self.count)
         return mean, 1.0 / xp.sqrt(variance + self.epsilon)
 
-    def groups_of(self, shard: ShardView, n: int) -> Iterator[tuple[int, slice]]:
-        """Each group of which this rank holds rows, and those rows."""
-        start = shard.start(0, 0)
+    def groups_of(self, shard: ShardView, n: int, sums: int | str) -> Iterator[tuple[int, slice]]:
+        """Each group of which this rank holds rows: its place in operand `sums`, and the rows."""
+        start, held = shard.start(0, 0), shard.start(sums, 0)
         for group in range(start // self.rows, -(-(start + n) // self.rows) if n else 0):
             first, last = group * self.rows - start, (group + 1) * self.rows - start
-            yield group, slice(max(first, 0), min(last, n))
+            yield group - held, slice(max(first, 0), min(last, n))
 
 
 @op
@@ -94,7 +108,7 @@ class BatchSums(Batched):
         if not x.size:
             return
         x3 = x.reshape(_seen(x.shape))
-        for group, rows in self.groups_of(shard, len(x)):
+        for group, rows in self.groups_of(shard, len(x), OUT):
             self._sum(shard, out[group], x3[rows])
 
     def _sum(self, shard: ShardView, out: Any, x: Any) -> None:
@@ -146,7 +160,7 @@ class BatchNorm(Batched):
             return
         xp = shard.xp
         y3, x3 = (a.reshape(_seen(x.shape)) for a in (out, x))
-        for group, rows in self.groups_of(shard, len(x)):
+        for group, rows in self.groups_of(shard, len(x), 1):
             mean, inverse = self.moments(xp, sums[group])
             mean, factor = mean.astype(x.dtype), (inverse * scale).astype(x.dtype)
             for part in _blocks(x3[rows].shape):
@@ -179,7 +193,7 @@ class BatchNormSlopes(Batched):
             return
         xp = shard.xp
         dy3, x3 = (a.reshape(_seen(x.shape)) for a in (dy, x))
-        for group, rows in self.groups_of(shard, len(x)):
+        for group, rows in self.groups_of(shard, len(x), 2):
             exact, inverse = self.moments(xp, sums[group])
             mean, total = exact.astype(x.dtype), out[group]
             for part in _blocks(x3[rows].shape):
@@ -213,7 +227,7 @@ class BatchNormGrad(Batched):
             return
         xp = shard.xp
         dx3, dy3, x3 = (a.reshape(_seen(x.shape)) for a in (out, dy, x))
-        for group, rows in self.groups_of(shard, len(x)):
+        for group, rows in self.groups_of(shard, len(x), 2):
             exact, inverse = self.moments(xp, sums[group])
             factor = inverse * scale
             level = factor * slopes[group, :, 0] / self.count
@@ -326,10 +340,10 @@ def batch_norm(
 ) -> tuple[Tensor, Tensor]:
     """(y, sums): x (n, c, *size), each channel normalised over `group` rows of the logical batch.
 
-    Times scale plus shift, both (c,). The default group is the whole batch. `sums` is what
+    Times scale plus shift, both (c,). The default group is a micro-batch. `sums` is what
     `running_moments` takes.
     """
-    rows = x.shape[0] if group is None else group
+    rows = x.shape[0] // x.graph.micro_batches if group is None else group
     if x.ndim < 2 or rows < 1 or x.shape[0] % rows:
         raise refusal(f"batch_norm: groups of {rows} rows do not divide the batch of {x}")
     sums = apply(BatchSums(rows, x.shape[0]), x)

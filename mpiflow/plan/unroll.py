@@ -4,6 +4,9 @@
     a sum a, B, made in a loop    a#0, a#1, ...    a#k is a#k-1 with one more contribution, in place
     any other register            itself
 
+Only reads run ahead of a turn: what needs nothing else of it (a collective on a field, say) comes
+after the last compute task of the turn before.
+
 What the loops of the plan mean is said here once: verifier, simulator and binder all work on the
 program that this gives, which is one without loops.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpiflow.graph.sbp import B
-from mpiflow.plan.records import Program, Register, Task
+from mpiflow.plan.records import COMPUTE, READ, Program, Register, Task
 
 ENOUGH = 3
 """Micro-batches that stand for any number: a first, one in the middle and a last.
@@ -51,6 +54,7 @@ class _Unroller:
         self.loop = {  # the loop in which a register is made
             name: task.phase for task in program.tasks if task.phase % 2 for name in task.outputs
         }
+        self.first, self.last = self._ends_of_turns()
         self.index: dict[tuple[int, int], int] = {}
         self.tasks: list[Task] = []
 
@@ -76,6 +80,18 @@ class _Unroller:
             outputs=outputs,
         )
 
+    def _ends_of_turns(self) -> tuple[set[str], dict[int, str]]:
+        """Tasks that begin a turn on other streams than `compute`; the last of compute, by loop."""
+        needs, tasks = self.program.needs(), {task.name: task for task in self.program.tasks}
+        first = set()
+        for task in self.program.tasks:
+            if task.phase % 2 and task.stream not in (COMPUTE, READ):
+                before = (tasks[name] for name in needs[task.name])
+                if not any(t.phase == task.phase and t.stream != READ for t in before):
+                    first.add(task.name)
+        computed = [self.program.tasks[i] for i in dict(self.program.order).get(COMPUTE, ())]
+        return first, {task.phase: task.name for task in computed}
+
     def _firings(self, phase: int) -> int:
         return self.count if phase % 2 else 1
 
@@ -93,12 +109,15 @@ class _Unroller:
         for name in task.outputs:
             if micro and name in self.loop and not self._in_time(name):
                 inputs.append(_numbered(name, micro - 1))
+        after = [self._after(name, micro, task.phase) for name in task.after]
+        if micro and task.name in self.first and task.phase in self.last:
+            after.append(_numbered(self.last[task.phase], micro - 1))
         return replace(
             task,
             name=_numbered(task.name, micro) if task.phase % 2 else task.name,
             inputs=tuple(inputs),
             outputs=tuple(self._name(name, micro, task.phase) for name in task.outputs),
-            after=tuple(self._after(name, micro, task.phase) for name in task.after),
+            after=tuple(after),
             micro=micro,
         )
 
