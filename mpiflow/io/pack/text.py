@@ -22,7 +22,7 @@ from mpiflow.io.pack.write import Progress
 Documents = Literal["none", "file", "blank", "line"]
 """What ends a document: nothing, the end of a file, a blank line, the end of a line."""
 
-_PART_BYTES = 1 << 20
+_PART_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _encoded(
 
 
 def _parts(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
-    """The texts in lists of about a million characters, which are encoded together."""
+    """The texts in lists of some characters, which are encoded together."""
     part: list[str | None] = []
     size = 0
     for text in texts:

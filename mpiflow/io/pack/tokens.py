@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from mpiflow.io.pack.rows import Arrays, Rows, Selection
 
+_BLOCK_ROWS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRows(Rows):
@@ -24,7 +26,13 @@ class TokenRows(Rows):
 
     def take(self, which: Selection) -> Arrays:
         """The tokens of the rows."""
-        return {"tokens": self.tokens[self.starts[which][:, None] + np.arange(self.length)]}
+        starts, column = self.starts[which], np.arange(self.length)
+        tokens = np.empty((len(starts), self.length), self.tokens.dtype)
+        # In blocks: the places of tokens take more memory than these do.
+        for at in range(0, len(starts), _BLOCK_ROWS):
+            places = starts[at : at + _BLOCK_ROWS, None] + column
+            tokens[at : at + _BLOCK_ROWS] = self.tokens[places]
+        return {"tokens": tokens}
 
 
 @dataclass(frozen=True, slots=True)
