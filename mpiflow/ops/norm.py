@@ -7,7 +7,8 @@ activation is read from memory once and written once. Variances are of the centr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,9 +17,9 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
 from mpiflow.ops.window import letters
-from mpiflow.ops.work import Piece, carve, carved
+from mpiflow.ops.work import Piece, carve, carved, dot_rows, in_turn
 
-_BLOCK = 1 << 15
+_BLOCK = 1 << 16
 """Elements that are worked on at a time."""
 
 
@@ -40,40 +41,55 @@ class RowNorm(Op):
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         return 8 * prod(outputs[0])
 
+    def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
+        self.bind(shard, out, *arrays)()
+
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return carved(*self.pieces(*_block(self.seen(outputs[0])), outputs[0], dtype))
 
     def pieces(self, rows: int, groups: int, x: Shape, dtype: Any) -> list[Piece]:
-        """What a block of (rows, groups) needs: two blocks, three numbers a row, one a channel."""
+        """What a block of (rows, groups) needs.
+
+        Two blocks; ones; two numbers a row and four; one a channel, for all rows and for each.
+        """
         channels, places = self.seen(x)[2:]
-        block, numbers = (rows, groups, channels, places), (rows, groups, 1, 1)
-        shapes = (block, block, numbers, numbers, numbers, (groups, channels))
+        count, length = rows * groups, channels * places
+        each = (2, rows, groups, channels) if places > 1 else (0,)
+        shapes: list[Shape] = [(count, length), (count, length), (max(length, rows),)]
+        shapes += [(4, count), (groups * channels,), each]
         return [(shape, dtype) for shape in shapes]
 
     def blocks(self, shard: ShardView, x: Any) -> Iterator[tuple[slice, slice, list[Any]]]:
         """Spans of rows and of groups, with the workspace for each."""
         n, groups = self.seen(x.shape)[:2]
         rows, width = _block(self.seen(x.shape))
+        size, work = (0, 0), []
         for first in range(0, n, rows):
             for group in range(0, groups, width):
                 span = slice(first, min(first + rows, n)), slice(group, min(group + width, groups))
                 height, across = (part.stop - part.start for part in span)
-                yield *span, carve(shard.work, *self.pieces(height, across, x.shape, x.dtype))
+                if (height, across) != size:
+                    size = height, across
+                    work = carve(shard.work, *self.pieces(*size, x.shape, x.dtype))
+                yield *span, work
 
-    def normalise(self, xp: Any, y: Any, x: Any, square: Any, mean: Any, inverse: Any) -> None:
-        """y = (x - mean) / deviation of a block; also gives mean and 1 / deviation."""
-        count = max(x.shape[2] * x.shape[3], 1)
+    def centre(self, xp: Any, y: Any, x: Any, ones: Any, mean: Any, inverse: Any) -> Any:
+        """x - mean of (rows, elements), in y, or x if nothing is subtracted.
+
+        Also gives mean and 1 / deviation. Products with ones are sums at the speed of BLAS.
+        """
+        count = x.shape[1]
+        ones.fill(1)
         if self.centred:
-            _sum_rows(xp, x, mean)
-            xp.multiply(mean, 1.0 / count, out=mean)
-            x = xp.subtract(x, mean, out=y)
-        xp.multiply(x, x, out=square)
-        _sum_rows(xp, square, inverse)
-        xp.multiply(inverse, 1.0 / count, out=inverse)
-        xp.add(inverse, self.epsilon, out=inverse)
-        xp.sqrt(inverse, out=inverse)
-        xp.reciprocal(inverse, out=inverse)
-        xp.multiply(x, inverse, out=y)
+            xp.matmul(x, ones[:count], mean)
+            xp.multiply(mean, 1.0 / count, mean)
+            x = xp.subtract(x, mean[:, None], y)
+        dot_rows(xp, x, x, inverse)
+        xp.multiply(inverse, 1.0 / count, inverse)
+        xp.add(inverse, self.epsilon, inverse)
+        xp.sqrt(inverse, inverse)
+        xp.reciprocal(inverse, inverse)
+        return x
 
 
 class Forward(RowNorm):
@@ -81,17 +97,31 @@ class Forward(RowNorm):
 
     inplace = ((0, 0),)
 
-    def kernel(self, shard: ShardView, out: Any, x: Any, scale: Any, shift: Any = None) -> None:
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        x, *factors = arrays
         if not out.size:
-            return
-        xp, seen = shard.xp, self.seen(x.shape)
-        y, x4, scales = out.reshape(seen), x.reshape(seen), scale.reshape(*seen[1:3], 1)
-        for rows, groups, (square, _, mean, inverse, _, _) in self.blocks(shard, x):
-            part = y[rows, groups]
-            self.normalise(xp, part, x4[rows, groups], square, mean, inverse)
-            xp.multiply(part, scales[groups], out=part)
-            if shift is not None:
-                xp.add(part, shift.reshape(scales.shape)[groups], out=part)
+            return in_turn([])
+        seen = self.seen(x.shape)
+        y4, x4 = out.reshape(seen), x.reshape(seen)
+        scales, *shifts = (a.reshape(*seen[1:3], 1) for a in factors)
+        calls = []
+        for rows, groups, (_, _, ones, (mean, inverse, _, _), _, _) in self.blocks(shard, x):
+            y = y4[rows, groups]
+            flat = (-1, seen[2] * seen[3])
+            views = y, y.reshape(flat), x4[rows, groups].reshape(flat), ones, mean, inverse
+            shift = shifts[0][groups] if shifts else None
+            calls.append(partial(self._block, shard.xp, *views, scales[groups], shift))
+        return in_turn(calls)
+
+    def _block(
+        self, xp: Any, y4: Any, y: Any, x: Any, ones: Any, mean: Any, inverse: Any, scale: Any,
+        shift: Any,
+    ) -> None:  # fmt: skip
+        z = self.centre(xp, y, x, ones, mean, inverse)
+        xp.multiply(z, inverse[:, None], y)
+        xp.multiply(y4, scale, y4)
+        if shift is not None:
+            xp.add(y4, shift, y4)
 
 
 class Backward(RowNorm):
@@ -102,42 +132,73 @@ class Backward(RowNorm):
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         return super().dtypes(dtypes) * (3 if self.centred else 2)
 
-    def kernel(self, shard: ShardView, out: Any, dy: Any, x: Any, scale: Any) -> None:
-        xp, seen = shard.xp, self.seen(x.shape)
-        for total in out[1:]:
-            total.fill(0)
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        dy, x, scale = arrays
+        seen = self.seen(x.shape)
+        calls: list[Callable[[], Any]] = [partial(total.fill, 0) for total in out[1:]]
         if not x.size:
-            return
+            return in_turn(calls)
         totals = [total.reshape(seen[1:3]) for total in out[1:]]
         dx, dy, x4 = (a.reshape(seen) for a in (out[0], dy, x))
-        scales = scale.reshape(*seen[1:3], 1)
+        scales = scale.reshape(seen[1:3])
         for rows, groups, work in self.blocks(shard, x):
             part = rows, groups
             sums = [total[groups] for total in totals]
-            self._block(xp, dx[part], sums, dy[part], x4[part], scales[groups], work)
+            views = dx[part], sums, dy[part], x4[part], scales[groups], work
+            calls.append(partial(self._block, shard.xp, *views))
+        return in_turn(calls)
 
     def _block(
         self, xp: Any, dx: Any, totals: list[Any], dy: Any, x: Any, scale: Any, work: list[Any]
     ) -> None:
-        y, product, mean, inverse, along, channel = work
-        self.normalise(xp, y, x, product, mean, inverse)
-        xp.multiply(dy, y, out=product)
-        for total, terms in zip(totals, (product, dy), strict=False):
-            xp.add.reduce(terms, axis=(0, 3), dtype=terms.dtype, out=channel)
-            xp.add(total, channel, out=total)
-        # dx = (g - mean(g) - y mean(g y)) / deviation, where g = dy scale.
-        share = 1.0 / (x.shape[2] * x.shape[3])
-        xp.multiply(dy, scale, out=dx)
-        xp.multiply(dx, y, out=product)
-        _sum_rows(xp, product, along)
-        xp.multiply(along, share, out=along)
-        xp.multiply(y, along, out=y)
+        y, product, ones, (mean, inverse, along, across), channel, each = work
+        flat, count = y.shape, 1.0 / y.shape[1]
+        z = self.centre(xp, y, x.reshape(flat), ones, mean, inverse)
+        xp.multiply(dy.reshape(flat), z, product)
+        # What each row gives to each channel: of dy z, and of dy.
+        slopes, shifts = product.reshape(dy.shape), dy
+        if dy.shape[3] > 1:
+            slopes, shifts = (
+                xp.matmul(a, ones[: dy.shape[3]], b)
+                for a, b in zip((slopes, dy), each, strict=True)
+            )
+        slopes, shifts = (a.reshape(dy.shape[:3]) for a in (slopes, shifts))
+        weights = inverse.reshape(dy.shape[:2]), ones[: len(dy)]
+        # dx = (g - mean(g) - z mean(g z) / deviation^2) / deviation, where g = dy scale.
+        for total, rows, sums, weight in zip(
+            totals, (slopes, shifts), (along, across), weights, strict=False
+        ):
+            _add_channels(xp, total, rows, weight, channel)
+            _sum_channels(xp, rows, scale, sums)
+            xp.multiply(sums, count, sums)
+        xp.multiply(along, inverse, along)
+        xp.multiply(along, inverse, along)
+        xp.multiply(dy, scale[:, :, None], dx)
+        dx = dx.reshape(flat)
+        xp.multiply(z, along[:, None], y)
+        xp.subtract(dx, y, dx)
         if self.centred:
-            _sum_rows(xp, dx, along)
-            xp.multiply(along, share, out=along)
-            xp.subtract(dx, along, out=dx)
-        xp.subtract(dx, y, out=dx)
-        xp.multiply(dx, inverse, out=dx)
+            xp.subtract(dx, across[:, None], dx)
+        xp.multiply(dx, inverse[:, None], dx)
+
+
+def _add_channels(xp: Any, total: Any, rows: Any, weight: Any, channel: Any) -> None:
+    """Add the rows (n, groups, c), by their weights (n[, groups]), to the total (groups, c)."""
+    if rows.shape[1] == 1:
+        xp.matmul(weight.reshape(-1), rows[:, 0], channel)
+    elif weight.ndim == 1:
+        xp.matmul(weight, rows.reshape(len(rows), -1), channel)
+    else:
+        xp.einsum("ng,ngc->gc", weight, rows, out=channel.reshape(total.shape))
+    xp.add(total, channel.reshape(total.shape), total)
+
+
+def _sum_channels(xp: Any, rows: Any, scale: Any, out: Any) -> None:
+    """The rows (n, groups, c) times the scale (groups, c), summed over c: out (n * groups,)."""
+    if rows.shape[1] == 1:
+        xp.matmul(rows[:, 0], scale[0], out)
+    else:
+        xp.einsum("ngc,gc->ng", rows, scale, out=out.reshape(rows.shape[:2]))
 
 
 @op
@@ -240,11 +301,6 @@ def _block(seen: Shape) -> tuple[int, int]:
     if groups * group > _BLOCK:
         return 1, max(1, min(groups, _BLOCK // group))
     return max(1, min(n, _BLOCK // max(groups * group, 1))), groups
-
-
-def _sum_rows(xp: Any, x: Any, out: Any) -> None:
-    """The sum of each (row, group)."""
-    xp.add.reduce(x, axis=(2, 3), dtype=x.dtype, out=out, keepdims=True)
 
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, *, epsilon: float = 1e-5) -> Tensor:
