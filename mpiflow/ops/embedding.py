@@ -8,7 +8,7 @@ from typing import Any
 from mpiflow.graph.op import OUT, ShardView, op
 from mpiflow.graph.rule import Shape
 from mpiflow.graph.tensor import Tensor
-from mpiflow.ops.base import Gradients, Tensors, apply, require_float
+from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
 from mpiflow.ops.index import require_index
 from mpiflow.ops.rows import Lookup, RowGradient
 from mpiflow.ops.runs import run_bytes, runs, sum_runs
@@ -99,4 +99,6 @@ def embedding(table: Tensor, ids: Tensor, *, sparse: bool | None = None) -> Tens
     Ids outside of the table are refused where they are read, if they are a field of the batch; else
     they give zeros. `sparse` says how the table is updated; see `nn.Embedding`.
     """
-    return apply(Embedding(sparse), table, ids)
+    if sparse not in (None, True, False):
+        raise refusal(f"embedding: sparse is True, False or None, not {sparse!r}")
+    return apply(Embedding(sparse if sparse is None else bool(sparse)), table, ids)
