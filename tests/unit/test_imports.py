@@ -33,7 +33,13 @@ ALLOWED = {
     "io": ("mpiflow.graph.sbp", "mpiflow.graph.philox", "mpiflow.plan"),
 }
 # Library -> the one file that imports it.
-ONE_FILE = {"mpi4py": "exec/mpi.py", "h5py": "io/hdf5.py", "cupy": "exec/cuda.py"}
+ONE_FILE = {
+    "mpi4py": "exec/mpi.py",
+    "h5py": "io/hdf5.py",
+    "cupy": "exec/cuda.py",
+    "PIL": "io/pack/images.py",
+    "tokenizers": "io/pack/tokenizer.py",
+}
 PROGRAM = "mpiflow.cli"
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
