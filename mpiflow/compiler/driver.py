@@ -57,7 +57,7 @@ from mpiflow.optim import average_name
 from mpiflow.plan.records import DataSet, Plan, Program, Settings, Variable
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
-from mpiflow.plan.traffic import bytes_sent
+from mpiflow.plan.traffic import firing_bytes
 from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
@@ -356,10 +356,9 @@ def priced(plan: Plan) -> Plan:
 
 
 def _with_traffic(plan: Plan, program: Program) -> Program:
+    tensors, mesh = plan.tensors(program), plan.mesh_of(program)
     tasks = tuple(
-        replace(t, nbytes=bytes_sent(plan, replace(program, tasks=(replace(t, phase=0),))))
-        if t.kind == "collective"
-        else t
+        replace(t, nbytes=firing_bytes(t, tensors, mesh)) if t.kind == "collective" else t
         for t in program.tasks
     )
     return replace(program, tasks=tasks)

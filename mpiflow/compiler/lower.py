@@ -219,10 +219,11 @@ class _Lowering:
         self.assigned = {
             value: name for name, value in self.graph.assigns.items() if assigned.count(value) == 1
         }
-        self.uses: dict[Tensor, int] = {}
-        for node, _ in placed.nodes:
-            for tensor in node.inputs:
-                self.uses[tensor] = self.uses.get(tensor, 0) + 1
+        self.given = {t for node, _ in placed.nodes for t in node.inputs}
+        self.given.update(self.graph.outputs.values())
+        self.changing = {
+            self.graph.variables[name].tensor: value for name, value in self.graph.assigns.items()
+        }
 
     def program(self, data: str, rows: int) -> Program:
         self._read(data)
@@ -344,8 +345,7 @@ class _Lowering:
         """
         tensor = node.outputs[output]
         name = self.assigned.get(tensor)
-        given = {*self.uses, *self.graph.outputs.values()}
-        if name is None or not given.isdisjoint(node.outputs) or self._reads_changing(node):
+        if name is None or not self.given.isdisjoint(node.outputs) or self._reads_changing(node):
             return None
         variable = self.variables[name]
         in_place = any(j == output and inputs[i] is variable for i, j in node.op.inplace)
@@ -353,8 +353,8 @@ class _Lowering:
 
     def _reads_changing(self, node: Node) -> bool:
         """Whether the node reads a variable that the step changes, and not by this node."""
-        changing = {self.graph.variables[n].tensor: v for n, v in self.graph.assigns.items()}
-        return any(t in changing and changing[t] not in node.outputs for t in node.inputs)
+        values = [self.changing[t] for t in node.inputs if t in self.changing]
+        return any(value not in node.outputs for value in values)
 
     def _copy_assigned(self) -> None:
         """Values that could not be computed in place are copied once all readers are done."""

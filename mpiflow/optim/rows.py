@@ -45,9 +45,10 @@ def row_gradients(
     """The gradients, of rows where that is what the update takes; and remarks for the user."""
     found: dict[Variable, Gradient] = {}
     remarks = []
+    every = [node for node in graph.nodes if isinstance(node.op, Lookup)]
     for variable, gradient in gradients.items():
         found[variable] = gradient
-        lookups = [node for node in graph.nodes if _reads(node, variable)]
+        lookups = [node for node in every if _reads(node, variable)]
         if not lookups:
             continue
         parts = _parts(gradient)

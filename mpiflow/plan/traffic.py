@@ -18,16 +18,30 @@ from mpiflow.plan.volume import sent_elements
 
 def bytes_sent(plan: Plan, program: Program) -> int:
     """Payload bytes that one step sends, of the rank that sends most."""
-    tensors, mesh = plan.tensors(program), plan.mesh_of(program)
-    tasks = [task for task in program.tasks if task.kind == "collective"]
+    firings = [
+        (task, program.micro_batches if task.phase % 2 else 1)
+        for task in program.tasks if task.kind == "collective"
+    ]  # fmt: skip
+    return _most_sent(firings, plan.tensors(program), plan.mesh_of(program))
+
+
+def firing_bytes(task: Task, tensors: dict[str, Register], mesh: Mesh) -> int:
+    """Payload bytes that one firing of a collective sends, of the rank that sends most."""
+    return _most_sent([(task, 1)], tensors, mesh)
+
+
+def _most_sent(firings: list[tuple[Task, int]], tensors: dict[str, Register], mesh: Mesh) -> int:
+    """Payload bytes of collectives that fire so many times each, of the rank that sends most."""
+    tasks = [task for task, _ in firings]
     used = {name: tensors[name] for task in tasks for name in (*task.inputs, *task.outputs)}
     places = _places(mesh, list(used.values()), tasks, used)
     return max(
-        sum(sent_by(RankPlan(mesh, mesh.rank(where), where), task, used)
-            * (program.micro_batches if task.phase % 2 else 1)
-            for task in tasks)
+        sum(
+            times * sent_by(RankPlan(mesh, mesh.rank(where), where), task, used)
+            for task, times in firings
+        )
         for where in product(*places)
-    )  # fmt: skip
+    )
 
 
 def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:

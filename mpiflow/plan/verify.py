@@ -226,8 +226,8 @@ def _check_outputs(program: Program, context: str) -> None:
 
 def _check_role(plan: Plan, program: Program, context: str) -> None:
     """initialise writes every variable and reads none; only it and train write any."""
-    variables = [variable.name for variable in plan.variables]
-    overlays = {r.name: r.aliases for r in program.registers if r.aliases in set(variables)}
+    variables = {variable.name: variable for variable in plan.variables}
+    overlays = {r.name: r.aliases for r in program.registers if r.aliases in variables}
     written = {overlays.get(n, n): t for t in program.tasks for n in t.outputs}
     for name in variables:
         if program.name == "initialise" and name not in written:
@@ -239,7 +239,7 @@ def _check_role(plan: Plan, program: Program, context: str) -> None:
             )
     if program.name == "initialise":
         for task in program.tasks:
-            if unset := set(task.inputs) & set(variables):
+            if unset := variables.keys() & task.inputs:
                 raise VerifyError(
                     f"{context}: {label(task)} reads variable {min(unset)}, which has no value yet"
                 )
