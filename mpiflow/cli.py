@@ -135,11 +135,15 @@ _SET = _argument(
     "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the job"
 )
 _MESH = _argument("--mesh", metavar="AXIS=N,...", help="arrange the ranks: data=2,model=4")
+_MICRO = _argument(
+    "--micro-batches", type=int, metavar="N", help="do each step in N parts, one after another"
+)
 _RANKS = _argument("--ranks", type=int, metavar="N", help="how many ranks the job will get")
 _OPS = _argument(
     "--ops", action="append", default=[], metavar="FILE.py",
     help="run this file, which declares ops that the plan uses",
 )  # fmt: skip
+_FORM = (_RANKS, _MESH, _MICRO)
 _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FILE (.plan)")
 _NAMES = _argument(
     "--names", default="", metavar="MAP",
@@ -149,16 +153,17 @@ _NAMES = _argument(
 _AFTER = _argument("--after", metavar="STEP", help="show what a step of the compiler made")
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
-    (commands.plan, (_argument("job", metavar="FILE.py[:function]"), _RANKS, _MESH, _SET, _DATA,
+    (commands.plan, (_argument("job", metavar="FILE.py[:function]"), *_FORM, _SET, _DATA,
                      _OUTPUT, _AFTER, _JSON)),
     (commands.check, (_argument("plan", metavar="FILE.plan"), _OPS, _DATA, _JSON)),
-    (commands.simulate, (_argument("job", metavar="FILE.plan|FILE.py"), _RANKS, _MESH, _SET, _DATA,
+    (commands.simulate, (_argument("job", metavar="FILE.plan|FILE.py"), *_FORM, _SET, _DATA,
                          _OPS,
                          _argument("--program", default="train", help="train, evaluate, ..."),
                          _argument("--steps", type=int, default=3, metavar="N"), _JSON)),
     (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _OPS,
                      _JSON)),
-    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _SET, _DATA, _OPS,
+    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO, _SET, _DATA,
+                    _OPS,
                     _argument("--out", metavar="FOLDER",
                               help="the run's folder (default: run/NAME)"),
                     _argument("--fresh", action="store_true",

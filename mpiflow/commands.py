@@ -9,6 +9,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ def _compile(
 
     mesh = choose_mesh(options.ranks, options.mesh)
     job, folder = load_job(options.job, options.set)
+    if options.micro_batches is not None:
+        job = replace(job, micro_batches=options.micro_batches)
     return make_plan(job, folder, mesh, Path(options.data), observe=observe)
 
 
@@ -167,7 +170,7 @@ def _plan_or_job(options: Namespace) -> Plan:
     _refuse_ops_beside_job(options)
     if not options.job.endswith(".plan"):
         return _compile(options)
-    _refuse_beside_plan(options, "mesh", "set", "ranks")
+    _refuse_beside_plan(options, "mesh", "micro_batches", "set", "ranks")
     return _load(options.job, options.ops)
 
 
@@ -175,8 +178,8 @@ def _refuse_beside_plan(options: Namespace, *names: str) -> None:
     for name in names:
         if getattr(options, name, None):
             raise UsageError(
-                f"--{name} changes a plan, and {options.job} is one already; give it to"
-                " `mpiflow plan`, or run the .py file"
+                f"--{name.replace('_', '-')} changes a plan, and {options.job} is one already;"
+                " give it to `mpiflow plan`, or run the .py file"
             )
 
 
@@ -197,7 +200,7 @@ def run(options: Namespace) -> int:
     from the newest complete checkpoint in the run's folder, unless --fresh.
     """
     if options.job.endswith(".plan"):
-        _refuse_beside_plan(options, "mesh", "set")
+        _refuse_beside_plan(options, "mesh", "micro_batches", "set")
     _refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")

@@ -20,7 +20,7 @@ from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.order import in_order, order_updates
 from mpiflow.compiler.signature import Choice, Placed
 from mpiflow.graph.graph import Graph, Node
-from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.mesh import MICRO, Mesh
 from mpiflow.graph.op import REGISTRY, Op
 from mpiflow.graph.sbp import B, Layout, S, layout_text
 from mpiflow.graph.tensor import Tensor
@@ -125,7 +125,8 @@ class Builder:
         axis = self.mesh.names[hop.axis]
         if hop.kind in boxing.LOCAL:
             self.compute(name, _local_op(hop), [source], [made], where)
-            self.tasks[-1] = replace(self.tasks[-1], axis=axis)
+            if axis != MICRO:
+                self.tasks[-1] = replace(self.tasks[-1], axis=axis)
             return
         self.add(
             Task(

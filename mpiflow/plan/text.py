@@ -155,6 +155,8 @@ def _program(plan: Plan, program: Program) -> list[str]:
         f"program {program.name}: {program.rows} rows{data}{_cut_text(program)}, "
         f"{len(rows)} task{'s' * (len(rows) != 1)}, {time_text(program.seconds)}"
     )
+    if program.micro_batches > 1:
+        title += f"; layouts on {plan.mesh_of(program)}"
     heads, *lines = _table(rows, _HEADS)
     if program.micro_batches > 1:
         lines = _under_phases(program, ordered, lines)
