@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("tour", "ops")
+DOCUMENTS = ("tour", "ops", "weights")
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
 
@@ -59,7 +59,12 @@ def test_a_document_prints_what_it_says(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("document", "program"),
-    [("README.md", "digits"), ("docs/tour.md", "tour"), ("docs/ops.md", "own_op")],
+    [
+        ("README.md", "digits"),
+        ("docs/tour.md", "tour"),
+        ("docs/ops.md", "own_op"),
+        ("docs/weights.md", "finetune"),
+    ],
 )
 def test_a_document_shows_the_program_as_it_is(document, program):
     assert (ROOT / "examples" / f"{program}.py").read_text() in (ROOT / document).read_text()
