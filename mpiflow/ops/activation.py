@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import pi, prod, sqrt
 from typing import Any, ClassVar
 
@@ -9,8 +11,9 @@ from mpiflow.graph.op import ShardView, op
 from mpiflow.graph.rule import Shape
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply
-from mpiflow.ops.blocks import flat_blocks, flat_bytes
+from mpiflow.ops.blocks import flat_blocks, flat_bytes, is_widened
 from mpiflow.ops.elementwise import FloatElementwise
+from mpiflow.ops.work import in_turn
 
 
 class Blockwise(FloatElementwise):
@@ -31,6 +34,12 @@ class Blockwise(FloatElementwise):
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         for y, xs, scratch in flat_blocks(shard, out, arrays, scratch=self.scratch):
             self.block(shard.xp, y, *xs, *scratch)
+
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        if is_widened(out):
+            return super().bind(shard, out, *arrays)
+        blocks = flat_blocks(shard, out, arrays, scratch=self.scratch)
+        return in_turn([partial(self.block, shard.xp, y, *xs, *a) for y, xs, a in blocks])
 
     def block(self, xp: Any, y: Any, /, *arrays: Any) -> None:
         """Write `y` from the inputs; the scratch arrays come last."""

@@ -5,6 +5,8 @@ For classes split over ranks see `cross_entropy`, which needs no whole row anywh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
@@ -13,7 +15,8 @@ from mpiflow.graph.op import OUT, Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
-from mpiflow.ops.blocks import row_blocks, row_bytes
+from mpiflow.ops.blocks import is_widened, row_blocks, row_bytes
+from mpiflow.ops.work import dot_rows, in_turn
 
 
 class Rowwise(Op):
@@ -46,6 +49,15 @@ class Rowwise(Op):
         return self.passes * prod(outputs[0])
 
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
+        self.bind(shard, out, *arrays)()
+
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        if is_widened(out):
+            return partial(self._walk, shard, out, *arrays)
+        blocks = row_blocks(shard, out, arrays, scratch=self.scratch, columns=self.columns)
+        return in_turn([partial(self.block, shard.xp, y, *xs, *a, *c) for y, xs, a, c in blocks])
+
+    def _walk(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         blocks = row_blocks(shard, out, arrays, scratch=self.scratch, columns=self.columns)
         for y, xs, scratch, columns in blocks:
             self.block(shard.xp, y, *xs, *scratch, *columns)
@@ -69,7 +81,8 @@ class Softmax(Rowwise):
         xp.subtract(x, t, out=y)
         xp.exp(y, out=y)
         xp.add.reduce(y, axis=1, keepdims=True, out=t)
-        xp.divide(y, t, out=y)
+        xp.reciprocal(t, out=t)
+        xp.multiply(y, t, out=y)
 
 
 class RowwiseGrad(Rowwise):
@@ -78,18 +91,16 @@ class RowwiseGrad(Rowwise):
     rule = "... c, ... c -> ... c"
     linear = ((0,),)
     inplace = ((0, 0),)
-    scratch = 1
 
 
 @op
 class SoftmaxGrad(RowwiseGrad):
     """y (dy - sum(dy y)). Where y is zero, as where it was masked, it is zero."""
 
-    def block(self, xp: Any, out: Any, dy: Any, y: Any, a: Any, t: Any) -> None:
-        xp.multiply(dy, y, out=out)
-        xp.add.reduce(out, axis=1, keepdims=True, out=t)
-        xp.multiply(y, t, out=a)
-        xp.subtract(out, a, out=out)
+    def block(self, xp: Any, out: Any, dy: Any, y: Any, t: Any) -> None:
+        dot_rows(xp, dy, y, t[:, 0])
+        xp.subtract(dy, t, out=out)
+        xp.multiply(out, y, out=out)
 
 
 @op
@@ -114,6 +125,8 @@ class LogSoftmax(Rowwise):
 @op
 class LogSoftmaxGrad(RowwiseGrad):
     """dy - e^y sum(dy)."""
+
+    scratch = 1
 
     def block(self, xp: Any, out: Any, dy: Any, y: Any, a: Any, t: Any) -> None:
         xp.add.reduce(dy, axis=1, keepdims=True, out=t)
@@ -187,7 +200,11 @@ class MaskedSoftmax(Rowwise):
         dx = apply(SoftmaxGrad(), dys[0], outputs[0])
         return (dx,) if len(inputs) == 1 else (dx, None)
 
-    def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        rows = super().bind(shard, out, out)
+        return in_turn([partial(self._hide, shard, out, *arrays), rows])
+
+    def _hide(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         xp = shard.xp
         if len(arrays) == 1:
             xp.copyto(out, arrays[0])
@@ -196,7 +213,6 @@ class MaskedSoftmax(Rowwise):
             xp.copyto(out, arrays[0], where=arrays[1])
         if self.causal and out.size:
             self._hide_later_keys(xp, out, shard.start(OUT, out.ndim - 2))
-        super().kernel(shard, out, out)
 
     def _hide_later_keys(self, xp: Any, out: Any, start: int) -> None:
         # Shards of grouped rows begin with a head, so that only t-split shards have a start here.
@@ -216,7 +232,8 @@ class MaskedSoftmax(Rowwise):
         xp.exp(y, out=y)
         xp.add.reduce(y, axis=1, keepdims=True, out=t)
         xp.maximum(t, 1, out=t)
-        xp.divide(y, t, out=y)
+        xp.reciprocal(t, out=t)
+        xp.multiply(y, t, out=y)
 
 
 def softmax(x: Tensor) -> Tensor:
