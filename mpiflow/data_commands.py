@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpiflow.io.pack import Storage
     from mpiflow.io.pack.text import Encoded
     from mpiflow.io.pack.tokenizer import Tokenizer
+    from mpiflow.io.pack.write import Beside
 
 
 def data_info(options: Namespace) -> int:
@@ -61,8 +62,7 @@ def pack_images(options: Namespace) -> None:
         Path(options.folder), classes=classes, size=size, fit=options.fit or "crop",
         channels=1 if options.gray else 3,
     )  # fmt: skip
-    _pack(options, source)
-    classes.save()
+    _pack(options, source, classes.files)
     if source.ignored:
         print(f"left out, as no images: {source.ignored[0]}{_more(len(source.ignored))}")
     print(f"{len(classes)} classes, named in {classes.file}")
@@ -120,9 +120,8 @@ def pack_csv(options: Namespace) -> None:
         [Path(file) for file in options.file], fields, numbering,
         delimiter=options.delimiter, header=not options.no_header,
     )  # fmt: skip
-    _pack(options, rows)
+    _pack(options, rows, lambda: dict(f for n in numberings.values() for f in n.files().items()))
     for field, names in numberings.items():
-        names.save()
         print(f"{len(names)} names of field {field}, listed in {names.file}")
 
 
@@ -149,15 +148,13 @@ def pack_text(options: Namespace) -> None:
         )
     with Bar() as bar:
         encoded = cache(lambda: _encoded(options, bar))
-        _pack_text_rows(options, encoded, bar)
-    if not own:
-        from mpiflow.io.pack.names import write_text
-
-        write_text(kept, encoded().tokenizer.text())
+        # The one that is given, in OUT, stays as it is.
+        beside = (lambda: {}) if own else (lambda: {kept: encoded().tokenizer.text()})
+        _pack_text_rows(options, encoded, beside, bar)
     _print_text(encoded(), kept)
 
 
-def _pack_text_rows(options: Namespace, encoded: Any, bar: Bar) -> None:
+def _pack_text_rows(options: Namespace, encoded: Any, beside: Beside, bar: Bar) -> None:
     """Pack the rows of the text, which is encoded once it is known that files can be written."""
     from functools import partial
 
@@ -175,7 +172,7 @@ def _pack_text_rows(options: Namespace, encoded: Any, bar: Bar) -> None:
     pack_sets(
         {name: partial(lambda name: sets()[name], name) for name in names}, options.out,
         shuffle=options.shuffle, seed=options.seed, storage=_storage(options),
-        overwrite=options.overwrite, progress=bar,
+        overwrite=options.overwrite, beside=beside, progress=bar,
     )  # fmt: skip
     _print_sets(options, names)
 
@@ -207,7 +204,7 @@ def _print_text(encoded: Encoded, kept: Path) -> None:
 # -- what the commands have in common -------------------------------------------------------------
 
 
-def _pack(options: Namespace, source: Any) -> None:
+def _pack(options: Namespace, source: Any, beside: Beside | None = None) -> None:
     """Pack one source, divided as the options ask, and show what was written."""
     from mpiflow.io.pack import pack
 
@@ -217,7 +214,7 @@ def _pack(options: Namespace, source: Any) -> None:
             source, options.out, test=_test(options.test), shuffle=options.shuffle,
             seed=options.seed, shards=storage.shards, shard_rows=storage.shard_rows,
             chunk_rows=storage.chunk_rows, compression=storage.compression,
-            overwrite=options.overwrite, progress=bar,
+            overwrite=options.overwrite, beside=beside, progress=bar,
         )  # fmt: skip
     _print_sets(options, ("train", "test") if options.test else ("train",))
 

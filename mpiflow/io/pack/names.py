@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +39,9 @@ class Numbering:
             self.names.append(name)
         return self._numbers[name]
 
-    def save(self) -> None:
-        """Write the file, unless it was there."""
-        if not self.fixed:
-            write_text(self.file, "".join(f"{name}\n" for name in self.names))
-
-
-def write_text(file: Path, text: str) -> None:
-    """The file of this text, which appears only when it is complete."""
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)
+    def files(self) -> dict[Path, str]:
+        """The file to write and its text; none where it was there."""
+        return {} if self.fixed else {self.file: "".join(f"{name}\n" for name in self.names)}
 
 
 def label_dtype(classes: int) -> np.dtype:

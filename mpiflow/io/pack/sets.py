@@ -9,7 +9,7 @@ from pathlib import Path
 from mpiflow.errors import UsageError
 from mpiflow.io.pack.rows import Arrays, Part, Rows, divided, length, shuffled, spooled
 from mpiflow.io.pack.source import Source, open_source
-from mpiflow.io.pack.write import Progress, RowSet, Storage, existing, write_sets
+from mpiflow.io.pack.write import Beside, Progress, RowSet, Storage, existing, write_sets
 
 # A set before it is written: rows in their order, or a stream that cannot be gone back in.
 _Opened = Part | Iterator[Arrays]
@@ -27,6 +27,7 @@ def pack(
     chunk_rows: int | None = None,
     compression: str | None = None,
     overwrite: bool = False,
+    beside: Beside | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write the rows of `source`; gives the files, which appear together at the end or not at all.
@@ -35,7 +36,8 @@ def pack(
     memory), a function that gives any of these, or the text FILE.npz or MODULE.py:FUNCTION.
     `out` names the files, its `*` becoming 000, 001, ...; or it is a folder, for train-*.h5 and,
     where `test` rows or that share of them are to be kept for it, test-*.h5. For the storage see
-    `Storage`; with two sets, `shards` is the number of files of the first.
+    `Storage`; with two sets, `shards` is the number of files of the first. `beside` gives files of
+    text that appear with them.
     """
     storage = Storage(_counts(shards), shard_rows, chunk_rows, compression)
     patterns = _patterns(Path(out), ("train", "test") if test else ("train",))
@@ -48,7 +50,7 @@ def pack(
         parts = {**divided(opened, test, shuffle=shuffle, seed=seed)}
     else:
         parts = {"train": _ordered(opened, shuffle, seed)}
-    return write_sets(_row_sets(parts, patterns, storage), old, progress)
+    return write_sets(_row_sets(parts, patterns, storage), old, beside, progress)
 
 
 def pack_sets(
@@ -59,6 +61,7 @@ def pack_sets(
     seed: int = 0,
     storage: Storage | None = None,
     overwrite: bool = False,
+    beside: Beside | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write each source of `sets` to `out`/NAME-*.h5, all of them or none; gives the files.
@@ -74,7 +77,7 @@ def pack_sets(
         if not isinstance(opened, Rows) and (shuffle or isinstance(storage.shards, int)):
             opened = spooled(_reported(opened, progress), _folder(patterns))
         parts[name] = _ordered(opened, shuffle, seed + number)
-    return write_sets(_row_sets(parts, patterns, storage), old, progress)
+    return write_sets(_row_sets(parts, patterns, storage), old, beside, progress)
 
 
 def is_pattern(out: Path) -> bool:

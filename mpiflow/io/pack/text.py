@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +72,11 @@ def encode(
     end = [tokenizer.mark("end")] if mark_ends and documents != "none" else []
     ends = array("q")
     lines = _documents(_lines(files, "encoded", progress), documents)
-    tokens = spooled(_encoded(lines, tokenizer, end, ends), folder).arrays["tokens"]
+    stream = _encoded(lines, tokenizer, end, ends)
+    first = next(stream, None)
+    if first is None:
+        raise DataError(f"{', '.join(map(str, files))}: no text")
+    tokens = spooled(chain([first], stream), folder).arrays["tokens"]
     return Encoded(tokenizer, tokens, np.array(ends if ends else [len(tokens)], np.int64))
 
 

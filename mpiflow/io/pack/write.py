@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby, repeat
 from math import prod
@@ -18,6 +18,9 @@ from mpiflow.io.shards import list_files
 
 # What is counted ("rows of train written"), how many so far, and all of them where that is known.
 Progress = Callable[[str, int, int | None], None]
+
+# Further files, by path, that belong to the packed ones: what their numbers mean.
+Beside = Callable[[], Mapping[Path, str]]
 
 _SHARD_BYTES = 256 << 20
 _CHUNK_BYTES, _SMALL_CHUNK_BYTES, _CHUNKS_A_SHARD = 1 << 20, 4 << 10, 16
@@ -87,16 +90,22 @@ class RowSet:
 
 
 def write_sets(
-    sets: Iterable[RowSet], old: dict[Path, list[Path]], progress: Progress | None
+    sets: Iterable[RowSet],
+    old: dict[Path, list[Path]],
+    beside: Beside | None = None,
+    progress: Progress | None = None,
 ) -> list[Path]:
     """Write the sets; gives their files, which replace those of `old` by pattern.
 
-    All appear together at the end; after an error, or an interrupt, nothing has changed.
+    All appear together at the end, after those of text that `beside` gives when all rows are
+    written; after an error, or an interrupt, nothing has changed.
     """
     parts: dict[Path, list[Path]] = {}
     try:
         for one in sets:
             _write_set(one, parts.setdefault(one.pattern, []), progress)
+        for file, text in beside().items() if beside else ():
+            _write_text(file, text)
         return [
             file
             for pattern, written in parts.items()
@@ -246,6 +255,16 @@ def _write_part(
             for name in arrays:
                 file[name].resize(done, axis=0)
     return done
+
+
+def _write_text(file: Path, text: str) -> None:
+    """The file of this text, which appears only when it is complete."""
+    part = file.with_name(f".{file.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _publish(parts: list[Path], pattern: Path, old: list[Path]) -> list[Path]:

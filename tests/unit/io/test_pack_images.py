@@ -102,8 +102,8 @@ def test_folders_without_classes_or_images_are_refused(tmp_path):
 def test_classes_packed_later_have_the_numbers_of_the_first(folder, tmp_path):
     names = Numbering(tmp_path / "classes.txt")
     ImageFolder(folder[0], classes=names)
-    names.save()
-    assert (tmp_path / "classes.txt").read_text() == "cat\ndog\n"
+    assert names.files() == {tmp_path / "classes.txt": "cat\ndog\n"}
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
     other = tmp_path / "other"
     (other / "dog").mkdir(parents=True)
     Image.fromarray(draw((4, 5, 3), 0)).save(other / "dog/1.png")

@@ -108,6 +108,19 @@ def test_all_sets_appear_together_or_none(tmp_path):
     assert os.listdir(tmp_path) == ["train-000.h5"]
 
 
+def test_files_beside_appear_with_the_rows(tmp_path):
+    asked = []
+
+    def beside():
+        asked.append(sorted(path.name for path in tmp_path.iterdir()))
+        return {tmp_path / "classes.txt": "a\nb\n"}
+
+    pack(rows(5), tmp_path, test=1, beside=beside)
+    assert asked == [[".test-0.h5.part", ".train-0.h5.part"]]
+    assert sorted(os.listdir(tmp_path)) == ["classes.txt", "test-000.h5", "train-000.h5"]
+    assert (tmp_path / "classes.txt").read_text() == "a\nb\n"
+
+
 def test_files_that_may_not_be_overwritten_are_found_before_any_work(tmp_path):
     pack_sets({"test": rows(5)}, tmp_path)
 
