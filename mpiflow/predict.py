@@ -36,7 +36,7 @@ from mpiflow.plan.records import WRITE, Field, Plan
 from mpiflow.plan.verify_ops import verify_ops
 from mpiflow.plan.verify_run import verify_predict
 from mpiflow.planning import inspect_data
-from mpiflow.weights import check_first, load_first
+from mpiflow.weights import check_first, check_heads, load_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,7 @@ def _with_values(plan: Plan, job: Job, request: Request) -> Plan:
         names = name_map(request.names)
         if isinstance(source, Saved) and job.optimizer.ema:
             names = _averages(names, source)
+        check_heads(plan, names)
         filled, remarks = resolve(source, names, wanted, partly=True)
         first = FirstValues(str(source.path), source.digest(), filled)
     return replace(plan, first=first, notes=(*plan.notes, *remarks))

@@ -8,9 +8,13 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpiflow.errors import UsageError
 from mpiflow.version import __version__
+
+if TYPE_CHECKING:
+    from mpiflow.io.weights.names import NameMap
 
 
 def predict(options: Namespace) -> None:
@@ -75,11 +79,12 @@ def checkpoint_export(options: Namespace) -> None:
     from mpiflow.io.weights.source import find_checkpoint
     from mpiflow.plan.text import size_text
 
-    checkpoint = find_checkpoint(Path(options.path))
+    checkpoint, names = find_checkpoint(Path(options.path)), name_map(options.names)
+    _check_heads(checkpoint.path, names)
     done = export(
         checkpoint,
         Path(options.output),
-        name_map(options.names),
+        names,
         average=options.average,
         everything=options.all,
     )
@@ -93,6 +98,17 @@ def checkpoint_export(options: Namespace) -> None:
           f" {checkpoint.step} in {checkpoint.path}")  # fmt: skip
     if done.left_out:
         print(f"left out what the optimizer keeps, {len(done.left_out)} variables: --all takes it")
+
+
+def _check_heads(checkpoint: Path, names: NameMap) -> None:
+    """Compare with the plan of the run, where that is there."""
+    from mpiflow.plan import store
+    from mpiflow.runfolder import PLAN
+    from mpiflow.weights import check_heads
+
+    plan = checkpoint.parent.parent / PLAN
+    if names.heads and plan.exists():
+        check_heads(store.load(plan), names)
 
 
 def checkpoint_import(options: Namespace) -> None:

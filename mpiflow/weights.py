@@ -21,9 +21,11 @@ from mpiflow.graph.sbp import Box
 from mpiflow.io.checkpoint import records, write
 from mpiflow.io.weights.builtin import name_map
 from mpiflow.io.weights.first import fill, fill_all, is_of_model, resolve, with_averages
+from mpiflow.io.weights.names import NameMap
 from mpiflow.io.weights.source import open_tensors
 from mpiflow.io.weights.tensors import TensorInfo, Tensors
 from mpiflow.job import Weights
+from mpiflow.ops.attention import SplitHeads
 from mpiflow.plan import store
 from mpiflow.plan.first import Filled, FirstValues
 from mpiflow.plan.records import Plan, Task, Variable
@@ -53,14 +55,31 @@ def resolve_weights(
     """What fills the variables of a plan, averages included, and remarks."""
     names = [v.name for v in plan.variables]
     wanted = [TensorInfo(v.name, v.shape, v.dtype) for v in plan.variables]
+    mapped = name_map(weights.names, folder)
+    check_heads(plan, mapped)
     filled, remarks = resolve(
         source,
-        name_map(weights.names, folder),
+        mapped,
         [info for info in wanted if is_of_model(info.name, names)],
         without=weights.without,
         ignore=weights.ignore,
     )
     return with_averages(filled, names), remarks
+
+
+def check_heads(plan: Plan, names: NameMap) -> None:
+    """CheckpointError where a map is for other attention heads, which no shape would tell."""
+    found = {
+        task.attributes["groups_of_heads"]
+        for program in plan.programs
+        for task in program.tasks
+        if task.op == SplitHeads.__name__
+    }
+    if names.heads and found and names.heads not in found:
+        raise CheckpointError(
+            f"names {names.name}: for {names.heads} heads, the model of {plan.job} has"
+            f" {' or '.join(map(str, sorted(found)))}"
+        )
 
 
 def check_first(first: FirstValues, folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import mpiflow as mf
 from mpiflow.errors import CheckpointError, JobError, VerifyError
 from mpiflow.io.weights import npz, safetensors
+from mpiflow.io.weights.first import is_of_model
 from mpiflow.io.weights.source import open_tensors
 from mpiflow.io.weights.tensors import TensorInfo
 from mpiflow.plan import store
@@ -209,3 +210,31 @@ def test_large_variables_are_imported_in_blocks(folder, monkeypatch):
         for name, info in one.tensors.items():
             box = tuple((0, n) for n in info.shape)
             np.testing.assert_array_equal(blocks.read(name, box), one.read(name, box))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        (mf.SGD(lr=0.1, momentum=0.9, ema=0.9), "float32"), (mf.AdamW(lr=0.1, clip=1.0), "float16"),
+        (mf.Adagrad(lr=0.1), "float32"), (mf.LAMB(lr=mf.Cosine(0.1)), "float32"),
+        (mf.LARS(lr=0.1), "float32"),
+    ],
+)  # fmt: skip
+def test_what_optimizers_and_loss_scaling_keep_is_not_of_the_model(optimizer, precision):
+    job = replace(jobs.classifier(optimizer=optimizer), precision=precision)
+    names = [v.name for v in jobs.compile_for("data=1", job).variables]
+    assert sorted(n for n in names if is_of_model(n, names)) == sorted(OURS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_weights_fill_a_run_of_micro_batches_and_of_16_bits(folder, precision):
+    job = replace(jobs.classifier(), precision=precision, micro_batches=4, frozen=("out.*",))
+    plan = with_first_values(jobs.compile_for("data=2", job), weights(), folder)
+    for boxes, arrays in begun(plan, folder, steps=1):
+        np.testing.assert_array_equal(
+            arrays["out.weight"], part(OURS["out.weight"], boxes["out.weight"])
+        )
+        assert arrays["fc1.weight"].dtype == np.float32
+        difference = arrays["fc1.weight"] - part(OURS["fc1.weight"], boxes["fc1.weight"])
+        assert 0 < np.abs(difference).max() < 1

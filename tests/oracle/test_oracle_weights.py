@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpiflow as mf
+from mpiflow.errors import CheckpointError
 from mpiflow.exec.failure import Failure
 from mpiflow.exec.local import run_local
 from mpiflow.graph.mesh import parse_mesh
@@ -353,6 +354,20 @@ def test_gpt2_in_hugging_faces_names(tmp_path, mesh):
     network, state, dropped, expected, tokens = gpt2_case()
     check(tmp_path, network, "hf-gpt2:heads=3", state, expected, dropped=dropped, mesh=mesh,
           tokens=tokens)  # fmt: skip
+
+
+def test_another_number_of_heads_is_refused(tmp_path):
+    network, state, _, _, tokens = gpt2_case()
+    save(tmp_path / "w.safetensors", state)
+    pack({"tokens": tokens}, str(tmp_path / "rows-*.h5"))
+    job = job_of(network, lambda outputs: mf.mean(outputs["logits"]))
+    plan = make_plan(job, tmp_path, parse_mesh("data=1"), tmp_path)
+    weights = mf.Weights("w.safetensors", "hf-gpt2:heads=4")  # divides the width as well as 3
+    with pytest.raises(CheckpointError, match="for 4 heads, the model of theirs has 3"):
+        import_weights(plan, weights, tmp_path / "run", tmp_path)
+    request = Request(str(tmp_path / "w.safetensors"), tmp_path, names="hf-gpt2:heads=4")
+    with pytest.raises(CheckpointError, match="for 4 heads, the model of theirs has 3"):
+        prediction_plan(job, tmp_path, parse_mesh("data=1"), request)
 
 
 def test_gpt2_as_it_is_published_has_shorter_names(tmp_path):

@@ -121,7 +121,7 @@ def hf_bert(heads: int) -> NameMap:
         *_linear("next", "cls.seq_relationship"),
     )  # fmt: skip
     tied = ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
-    ignore = ("bert.embeddings.position_ids", *tied)
+    ignore = ("bert.embeddings.position_ids", "embeddings.position_ids", *tied)
     # The encoder alone is saved without "bert." before its names.
     bare = tuple(
         Rule(r.ours, tuple(name.removeprefix("bert.") for name in r.theirs), r.pattern, r.join,
@@ -129,7 +129,7 @@ def hf_bert(heads: int) -> NameMap:
         for r in rules
         if r.theirs[0].startswith("bert.")
     )  # fmt: skip
-    return NameMap("hf-bert", rules + bare, (*ignore, "embeddings.position_ids"))
+    return NameMap("hf-bert", rules + bare, ignore, heads=heads)
 
 
 def hf_gpt2(heads: int) -> NameMap:
@@ -151,7 +151,7 @@ def hf_gpt2(heads: int) -> NameMap:
         *_norm("norm", "ln_f"),
     )  # fmt: skip
     ignore = ("h.*.attn.bias", "h.*.attn.masked_bias", "lm_head.weight")
-    return NameMap("hf-gpt2", rules, ignore, ("transformer.", ""))
+    return NameMap("hf-gpt2", rules, ignore, ("transformer.", ""), heads)
 
 
 def hf_llama(heads: int, kv_heads: int) -> NameMap:
@@ -175,7 +175,7 @@ def hf_llama(heads: int, kv_heads: int) -> NameMap:
         Rule("block*.norm2.scale", (f"{layer}.post_attention_layernorm.weight",)),
         Rule("norm.scale", ("model.norm.weight",)),
     )  # fmt: skip
-    return NameMap("hf-llama", rules, ("*.rotary_emb.inv_freq",))
+    return NameMap("hf-llama", rules, ("*.rotary_emb.inv_freq",), heads=kv_heads)
 
 
 _MAPS: dict[str, tuple[Callable[..., NameMap], tuple[str, ...]]] = {

@@ -52,12 +52,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """The rules for all variables. `name` is what messages call it."""
+    """The rules for all variables. `name` is what messages call it.
+
+    `heads` is the number of groups of attention heads that the rules are for, 0 for any.
+    """
 
     name: str
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ("",)
+    heads: int = 0
 
     def candidates(self, variable: str) -> list[Filled]:
         """What may fill a variable, in the order in which to look for it."""
