@@ -5,6 +5,7 @@ Tensors of a bucket lie side by side in memory, so that a fused reduction copies
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from mpiflow.compiler.cost import collective_seconds
@@ -27,7 +28,9 @@ class _Bucket:
 def bucket(program: Program, mesh: Mesh, machine: Machine) -> Program:
     """Fuse all_reduces that can wait for one another, each in place."""
     registers = {r.name: r for r in program.registers}
-    candidates = [t for t in program.tasks if t.op == "all_reduce" and _sole(program, t)]
+    readers = Counter(name for task in program.tasks for name in set(task.inputs))
+    # In place: the reduction is the only reader of its input.
+    candidates = [t for t in program.tasks if t.op == "all_reduce" and readers[t.inputs[0]] == 1]
     for task in candidates:
         registers[task.outputs[0]] = replace(registers[task.outputs[0]], aliases=task.inputs[0])
     limit = bucket_bytes(program, candidates, registers, machine, mesh)
@@ -77,12 +80,6 @@ def bucket_bytes(
     else:
         size = total * (fixed / compute) ** 0.5
     return int(min(max(size, _SMALLEST), _LARGEST))
-
-
-def _sole(program: Program, task: Task) -> bool:
-    """Whether the reduction is the only reader of its input, so that it may be done in place."""
-    readers = sum(task.inputs[0] in t.inputs for t in program.tasks)
-    return readers == 1
 
 
 def _put(

@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,7 @@ def _same_variables(graph: Graph, variables: dict[str, Variable]) -> None:
 _LINE = re.compile(r"(\S*[/\\])?([^/\\\s]+\.py:\d+)")
 
 
+@cache
 def relative_line(text: str, folder: Path) -> str:
     """`text` with file names relative to the job's folder, or bare where they lie elsewhere."""
 
