@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import mul
 from typing import Any
 
 from mpiflow.errors import GraphError
@@ -29,7 +30,10 @@ from mpiflow.ops.window import (
     pad_windows,
     per_dim,
 )
-from mpiflow.ops.work import carve, carved
+from mpiflow.ops.work import Piece, carve, carved
+
+Parts = list[tuple[Any, Any]]
+"""For each place in the window, where x has it and which windows do."""
 
 _BLOCK = 1 << 16
 """Elements of x that are worked on at a time, about what a core's cache holds."""
@@ -75,7 +79,7 @@ class Pooling(Windowed):
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         return min(map(prod, (*inputs, *outputs))) * prod(self.window)
 
-    def parts(self, size: Shape, windows: Shape) -> list[tuple[Any, Any]]:
+    def parts(self, size: Shape, windows: Shape) -> Parts:
         """For each place in the window, where x has it and which windows do."""
         return [
             clipped(offset, size, windows, self.stride, self.padding)
@@ -138,32 +142,93 @@ class MaxPoolGrad(Pooling):
     def infer(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         return (shapes[1],)
 
+    @property
+    def disjoint(self) -> bool:
+        """Whether no element of x lies in two windows."""
+        return all(s >= k for s, k in zip(self.stride, self.window, strict=True))
+
+    def pieces(self, planes: int, windows: Shape) -> list[Piece]:
+        """Masks of the windows or, where these overlap, also places in the window and in x."""
+        shape = (planes, *windows)
+        if self.disjoint:
+            return [(shape, bool), (shape, bool)]
+        code = "uint8" if prod(self.window) < 256 else "int32"
+        return [(shape, bool), *[(shape, code)] * 2, *[(shape, "int64")] * 3]
+
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        planes = _planes(inputs[1], _BLOCK) * prod(inputs[0][2:])
-        return carved(((planes,), dtype), ((planes,), bool), ((planes,), bool))
+        return carved(*self.pieces(_planes(inputs[1], _BLOCK), inputs[0][2:]))
 
     def kernel(self, shard: ShardView, out: Any, dy: Any, x: Any, y: Any) -> None:
-        out.fill(0)
+        xp, size, windows = shard.xp, x.shape[2:], y.shape[2:]
+        covered = tuple(t * k for t, k in zip(windows, self.window, strict=True))
+        if self.stride != self.window or size != covered:
+            out.fill(0)
         if not dy.size:
             return
+        step, parts = _planes(x.shape, _BLOCK), self.parts(size, windows)
         flat = [a.reshape(-1, *a.shape[2:]) for a in (out, dy, x, y)]
-        step = _planes(x.shape, _BLOCK)
+        pieces = carve(shard.work, *self.pieces(min(step, len(flat[0])), windows))
+        if not self.disjoint:
+            _number(xp, pieces[-1], size, self.stride, self.padding)
         for first in range(0, len(flat[0]), step):
-            self._scatter(shard, *(a[first : first + step] for a in flat))
+            block = [a[first : first + step] for a in flat]
+            scratch = [a[: len(block[0])] for a in pieces]
+            (self._give if self.disjoint else self._add)(xp, parts, *block, *scratch)
 
-    def _scatter(self, shard: ShardView, dx: Any, dy: Any, x: Any, y: Any) -> None:
-        xp = shard.xp
-        given, match, open_ = carve(
-            shard.work, (dy.shape, dy.dtype), (dy.shape, bool), (dy.shape, bool)
-        )
-        open_.fill(True)
-        for place, windows in self.parts(x.shape[1:], y.shape[1:]):
-            hit, left, part = match[windows], open_[windows], given[windows]
-            xp.equal(x[place], y[windows], out=hit)
-            xp.logical_and(hit, left, out=hit)
-            xp.logical_xor(left, hit, out=left)
-            xp.multiply(dy[windows], hit, out=part)
-            xp.add(dx[place], part, out=dx[place])
+    def _give(
+        self, xp: Any, parts: Parts, dx: Any, dy: Any, x: Any, y: Any, match: Any, left: Any
+    ) -> None:
+        """Write dy where x is the first maximum of its window, and zero at its other places."""
+        left.fill(True)
+        for place, windows in parts:
+            _maxima(xp, x[place], y[windows], match, windows)
+            xp.logical_and(match, left, out=match)
+            xp.logical_xor(left, match, out=left)
+            xp.multiply(dy[windows], match[windows], out=dx[place])
+
+    def _add(
+        self, xp: Any, parts: Parts, dx: Any, dy: Any, x: Any, y: Any, match: Any, number: Any,
+        highest: Any, index: Any, where: Any, base: Any,
+    ) -> None:  # fmt: skip
+        """Add dy where x is the first maximum of its window.
+
+        The places of a window are numbered from the last, so that the highest number is the first.
+        """
+        highest.fill(0)
+        for count, (place, windows) in zip(range(len(parts), 0, -1), parts, strict=True):
+            _maxima(xp, x[place], y[windows], match, windows)
+            xp.multiply(match.view("uint8"), count, out=number, dtype=number.dtype)
+            xp.maximum(highest, number, out=highest)
+        steps = _steps(x.shape[1:])
+        from_end = [sum(map(mul, place, steps)) for place in reversed(offsets(self.window))]
+        xp.copyto(index, highest)
+        xp.take(xp.asarray([0, *from_end]), index, out=where, mode="clip")
+        xp.add(where, base, out=where)
+        xp.add.at(dx.reshape(-1), where.reshape(-1), dy.reshape(-1))
+
+
+def _maxima(xp: Any, x: Any, y: Any, match: Any, windows: Any) -> None:
+    """Where x is y, the maximum of its window, in these windows; all of one that has a NaN.
+
+    Long runs are fastest, so that whole masks are worked on.
+    """
+    match.fill(True)
+    xp.less(x, y, out=match[windows])
+    xp.logical_not(match, out=match)
+
+
+def _steps(size: Shape) -> list[int]:
+    """How far apart elements are that are neighbours along each dim."""
+    return [prod(size[dim + 1 :]) for dim in range(len(size))]
+
+
+def _number(xp: Any, base: Any, size: Shape, stride: Shape, padding: Padding) -> None:
+    """The positions at which the windows of several planes begin, in all of their elements."""
+    windows = base.shape[1:]
+    base[...] = (xp.arange(len(base)) * prod(size)).reshape(-1, *[1] * len(size))
+    for dim, (step, s, (before, _)) in enumerate(zip(_steps(size), stride, padding, strict=True)):
+        begins = (xp.arange(windows[dim]) * s - before) * step
+        xp.add(base, begins.reshape(-1, *[1] * (len(size) - dim - 1)), out=base)
 
 
 @op
