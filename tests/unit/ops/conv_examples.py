@@ -147,7 +147,10 @@ LARGE_EXAMPLES = {
     "Conv": [(_CONV, [_X, (8, 8, 3, 3)]), (settings(2), [_X, (8, 8, 1, 1)])],
     "ConvInputGrad": [(_CONV | {"size": (10, 10)}, [_X, (8, 8, 3, 3)])],
     "ConvWeightGrad": [(_CONV | {"size": (3, 3)}, [_X, _X])],
-    "MaxPoolGrad": [(_POOL, [(100, 8, 10, 10), (100, 8, 20, 20), (100, 8, 10, 10)])],
+    "MaxPoolGrad": [
+        (_POOL, [(100, 8, 10, 10), (100, 8, 20, 20), (100, 8, 10, 10)]),
+        (_POOL | {"window": (3, 3)}, [(100, 8, 9, 9), (100, 8, 20, 20), (100, 8, 9, 9)]),
+    ],
     "BatchSums": [({"rows": 50, "batch": 100}, [_X])],
     "BatchNorm": [(_BATCH, [_X, _SUMS, (8,), (8,)])],
     "BatchNormSlopes": [(_BATCH, [_X, _X, _SUMS])],

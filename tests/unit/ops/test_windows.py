@@ -101,3 +101,25 @@ def test_a_maximum_of_a_window_in_padding_ignores_it():
     x = np.full((1, 1, 5), -7.0)
     (y,) = call(op, [x], [(1, 1, 3)], ["float64"])
     assert (y == -7.0).all()
+
+
+@pytest.mark.parametrize(("window", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (17, 3, 5)])
+def test_the_gradient_of_a_maximum_goes_to_the_first_of_equals_and_of_a_window_with_nan(
+    window, stride, padding
+):
+    settings = ((window,) * 2, (stride,) * 2, ((padding,) * 2,) * 2)
+    x = np.random.default_rng(1).integers(0, 3, (2, 3, 20, 18)).astype("float64")
+    x[0, 1, 4, 7] = np.nan
+    (y,) = whole(ops.pool.MaxPool(*settings), [x])
+    dy = np.random.default_rng(2).standard_normal(y.shape)
+    expected = np.zeros_like(x)
+    for n, c, i, j in np.ndindex(y.shape):
+        row, column = (max(k * stride - padding, 0) for k in (i, j))
+        rows, columns = (slice(k, b * stride - padding + window)
+                         for k, b in ((row, i), (column, j)))  # fmt: skip
+        block = x[n, c, rows, columns]
+        first = np.flatnonzero(~(block < y[n, c, i, j]))[0]
+        place = np.unravel_index(first, block.shape)
+        expected[n, c, row + place[0], column + place[1]] += dy[n, c, i, j]
+    (actual,) = whole(ops.pool.MaxPoolGrad(*settings), [dy, x, y])
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
