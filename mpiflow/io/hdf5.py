@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.errors import DataError, MpiflowError
+from mpiflow.io.disk import Disk
 
 if TYPE_CHECKING:
     import h5py
@@ -85,34 +86,30 @@ def _unreadable(path: Path, problem: OSError) -> str:
 
 
 @contextmanager
-def new_file(path: Path, cache: int = 1 << 20) -> Iterator[h5py.File]:
+def new_file(path: Path, cache: int = 1 << 20) -> Iterator[tuple[h5py.File, Disk]]:
     """A new file, on the disk when the block ends and gone when it fails.
 
-    `cache` is the bytes of chunks, of each dataset, that wait for more of their rows.
+    A failed write is raised by `check()` of the `Disk` that comes with it, and when the block
+    ends. `cache` is the bytes of chunks, of each dataset, that wait for more of their rows.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    disk = Disk(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
     # Not the latest format: sites still run HDF5 1.10, and 1.10's checks what it reads.
-    versions = ("v110", "v110")
+    file = library().File(disk, "w", libver=("v110", "v110"), rdcc_nbytes=cache)
     try:
-        with library().File(path, "w", libver=versions, rdcc_nbytes=cache) as file:
-            yield file
-        sync(path)
+        yield file, disk
+        file.close()
+        disk.check()
+        os.fsync(disk.handle)
     except BaseException:
+        disk.drop()
+        with suppress(OSError, RuntimeError):
+            # It may miss what was dropped; nobody will read the file.
+            file.close()
         path.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def create_file(path: Path) -> Iterator[h5py.File]:
-    """A new file that appears under `path` only once it is complete and on the disk.
-
-    It is written beside it, as `.NAME.part`; after an exception nothing is left.
-    """
-    part = path.with_name(f".{path.name}.part")
-    with new_file(part) as file:
-        yield file
-    os.replace(part, path)
-    sync(path.parent)
+    finally:
+        disk.close()
 
 
 def sync(path: Path) -> None:

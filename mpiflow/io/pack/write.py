@@ -238,7 +238,7 @@ def _write_part(
     head = next(entries)
     size, arrays = head[1], head[2]
     chunk = min(chunk, size)
-    with hdf5.new_file(path, cache=max(1 << 20, 2 * chunk * _widest(arrays))) as file:
+    with hdf5.new_file(path, cache=max(1 << 20, 2 * chunk * _widest(arrays))) as (file, disk):
         for name, array in arrays.items():
             shape = array.shape[1:]
             file.create_dataset(
@@ -250,6 +250,7 @@ def _write_part(
             count = length(piece)
             for name, array in piece.items():
                 file[name][done : done + count] = array
+            disk.check()
             done += count
         if done < size:
             for name in arrays:

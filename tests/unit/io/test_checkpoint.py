@@ -22,12 +22,12 @@ from checkpoint_parts import (
 from mpiflow.errors import CheckpointError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.io.checkpoint import write as saving
-from mpiflow.io.checkpoint.arrayfile import Disk
 from mpiflow.io.checkpoint.manifest import load
 from mpiflow.io.checkpoint.read import newest, restore, verify
 from mpiflow.io.checkpoint.records import SavedVariable
 from mpiflow.io.checkpoint.space import check_space, make_folder, required_bytes
 from mpiflow.io.checkpoint.write import CheckpointWriter, commit, prepare, prune
+from mpiflow.io.disk import Disk
 from mpiflow.plan.records import Plan, Settings, Variable
 
 

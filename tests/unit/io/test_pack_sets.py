@@ -1,6 +1,7 @@
 """Rows in another order and in two sets: all of them once, the same each time, in little memory."""
 
 import os
+import resource
 import tracemalloc
 
 import h5py
@@ -88,6 +89,19 @@ def test_later_sets_have_shards_in_proportion(tmp_path):
 def test_sets_that_cannot_be_meant_are_refused(tmp_path, options, words):
     with pytest.raises(UsageError, match=words):
         pack(rows(), tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}])
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, options):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    pieces = ({"x": np.zeros((1000, 8))} for _ in range(5))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"cannot be written: .*MiB are free there"):
+            pack(pieces, tmp_path, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
 
 
