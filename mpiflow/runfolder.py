@@ -72,6 +72,8 @@ def prepare(plan: Plan, options: Options, lock: RunLock) -> Start:
     """
     for data in plan.data:
         check_files(data, options.data)
+    if plan.first.path and options.fresh:
+        check_first(plan.first, options.data)  # before the old run is moved aside
     try:
         return _prepare_folder(plan, options, lock)
     except OSError as problem:

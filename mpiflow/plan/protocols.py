@@ -20,7 +20,7 @@ class Reader(Protocol):
 
 
 class Writer(Protocol):
-    """Takes slices of variables. Called on the write stream's thread."""
+    """Takes slices of variables, or rows of outputs. Called on the write stream's thread."""
 
     def write(self, variable: str, start: tuple[int, ...], array: Any) -> None:
         """Store `array` as the part of `variable` that begins at `start`."""

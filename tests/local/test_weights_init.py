@@ -163,6 +163,10 @@ def test_frozen_names_are_of_variables():
         jobs.compile_for("data=1", job)
     with pytest.raises(JobError, match="frozen is a tuple of name patterns"):
         replace(job, frozen="fc1")
+    with pytest.raises(JobError, match="without is a tuple of name patterns"):
+        mf.Weights("w.npz", without="out.*")
+    with pytest.raises(JobError, match=r"init must be of Weights, it is 3"):
+        replace(job, init=3)
 
 
 def test_frozen_batch_norm_keeps_its_statistics():

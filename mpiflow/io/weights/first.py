@@ -21,6 +21,8 @@ from mpiflow.plan.slice import itemsize
 
 _BLOCK_BYTES = 32 << 20
 _LISTED = 12
+_WITHOUT = " (leave variables out by without=, --without)"
+_IGNORE = " (pass over tensors by ignore=, --ignore)"
 
 AVERAGE = "average"
 _BESIDE = ("momentum", "moment1", "moment2", "squares", AVERAGE)
@@ -78,7 +80,8 @@ def resolve(
         and not matches_any(ignore, info.name)
         and is_of_model(info.name, source.tensors)
     ]
-    _complain(source, names, missing, unlike, extra)
+    hints = ("", "") if partly else (_WITHOUT, _IGNORE)
+    _complain(source, names, (missing, unlike, extra), hints)
     remarks = [f"{len(narrowed)} variables lose digits: {_listed(narrowed)}"] if narrowed else []
     return tuple(filled), remarks
 
@@ -136,12 +139,16 @@ def _arranged(filled: Filled, infos: list[TensorInfo]) -> tuple[tuple[int, ...],
 
 
 def _complain(
-    source: Tensors, names: NameMap, missing: list[str], unlike: list[str], extra: list[str]
+    source: Tensors,
+    names: NameMap,
+    faults: tuple[list[str], list[str], list[str]],
+    hints: tuple[str, str],
 ) -> None:
+    missing, unlike, extra = faults
     parts = (
-        ("not in the file (leave variables out by without=, --without)", missing),
+        (f"not in the file{hints[0]}", missing),
         ("of another shape or kind", unlike),
-        ("in the file, and used by nothing (pass over tensors by ignore=, --ignore)", extra),
+        (f"in the file, and used by nothing{hints[1]}", extra),
     )
     lines = [f"{source.path} does not fit the job by the names {names.name!r}:"]
     for title, rows in parts:
