@@ -29,7 +29,7 @@ class Bar:
         self._end_line()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """So many of `what` ("rows written", "bytes read") are done, of a total where known."""
+        """So many of `what` ("rows written", "bytes encoded") are done, of a total where known."""
         if self._quiet:
             return
         now = time.monotonic()
@@ -57,21 +57,19 @@ class Bar:
 def line(what: str, done: int, total: int | None, seconds: float) -> str:
     """What a bar shows after so many seconds: share, numbers, speed, time that is left."""
     unit, _, deed = what.partition(" ")
-    amount = _bytes if unit == "bytes" else lambda number: f"{number:,.0f} {unit}"
     speed = done / seconds if seconds > 0 else 0.0
-    rate = f", {amount(speed)}/s" if speed else ""
+    rate = f", {_amount(speed, unit)}/s" if speed else ""
     if not total:
-        return f"{amount(done)} {deed}{rate}"
+        return f"{deed}  {_amount(done, unit)}{rate}"
     filled = _WIDTH * done // total
     bar = "#" * filled + "-" * (_WIDTH - filled)
     left = f", {_clock((total - done) / speed)} left" if speed and done < total else ""
-    return (
-        f"[{bar}] {100 * done // total:3} %  {amount(done)} {deed} of {amount(total)}{rate}{left}"
-    )
+    amount = f"{_amount(done, unit)} of {_amount(total, unit)}"
+    return f"{deed}  [{bar}] {100 * done // total:3} %  {amount}{rate}{left}"
 
 
-def _bytes(number: float) -> str:
-    return f"{number / 2**20:,.1f} MiB"
+def _amount(number: float, unit: str) -> str:
+    return f"{number / 2**20:,.1f} MiB" if unit == "bytes" else f"{number:,.0f} {unit}"
 
 
 def _clock(seconds: float) -> str:

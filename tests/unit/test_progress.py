@@ -15,14 +15,14 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("rows written", 25, 100, 10), "[######------------------]  25 %  25 rows written of "
+        (("rows written", 25, 100, 10), "written  [######------------------]  25 %  25 rows of "
          "100 rows, 2 rows/s, 0:30 left"),
-        (("bytes read", 3 << 20, 3 << 20, 1), "[########################] 100 %  3.0 MiB read of "
+        (("bytes read", 3 << 20, 3 << 20, 1), "read  [########################] 100 %  3.0 MiB of "
          "3.0 MiB, 3.0 MiB/s"),
-        (("rows read", 12345, None, 2), "12,345 rows read, 6,172 rows/s"),
-        (("rows read", 0, 10, 0), "[------------------------]   0 %  0 rows read of 10 rows"),
-        (("rows read", 1, 36001, 1), "[------------------------]   0 %  1 rows read of 36,001 rows,"
-         " 1 rows/s, 10:00:00 left"),
+        (("rows read", 12345, None, 2), "read  12,345 rows, 6,172 rows/s"),
+        (("rows read", 0, 10, 0), "read  [------------------------]   0 %  0 rows of 10 rows"),
+        (("rows read", 1, 36001, 1), "read  [------------------------]   0 %  1 rows of 36,001"
+         " rows, 1 rows/s, 10:00:00 left"),
     ],
 )  # fmt: skip
 def test_a_line_says_share_speed_and_time_left(arguments, text):
@@ -37,8 +37,8 @@ def test_each_thing_that_is_counted_has_a_line_which_ends_with_all_of_it():
                 bar(what, done, 1000)
     lines = terminal.getvalue().split("\n")
     assert len(lines) == 3
-    assert "100 %  1,000 rows read" in lines[0]
-    assert "100 %  1,000 rows written" in lines[1]
+    assert "read  [########################] 100 %  1,000 rows of" in lines[0]
+    assert "written  [########################] 100 %  1,000 rows of" in lines[1]
     assert lines[2] == ""
     assert terminal.getvalue().count("\r") < 100
 

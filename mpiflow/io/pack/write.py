@@ -16,7 +16,7 @@ from mpiflow.io import hdf5
 from mpiflow.io.pack.rows import Arrays, length, no_room, row_bytes
 from mpiflow.io.shards import list_files
 
-# What is counted ("rows of train written"), how many so far, and all of them where that is known.
+# What is counted ("rows written to train-*.h5"), how many so far, and all of them where known.
 Progress = Callable[[str, int, int | None], None]
 
 # Further files, by path, that belong to the packed ones: what their numbers mean.
@@ -187,7 +187,7 @@ def _counted(pieces: Iterable[Arrays], one: RowSet, progress: Progress | None) -
         yield piece
         done += length(piece)
         if progress:
-            progress(f"rows of {one.pattern.name} written", done, one.total)
+            progress(f"rows written to {one.pattern.name}", done, one.total)
 
 
 def _cut(pieces: Iterable[Arrays], sizes: Iterable[int]) -> Iterator[tuple[int, int, Arrays]]:

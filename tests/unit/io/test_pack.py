@@ -65,7 +65,7 @@ def test_a_stream_is_spread_over_shards_whatever_its_pieces(tmp_path, compressio
         compression=compression, progress=lambda *counts: seen.append(counts),
     )  # fmt: skip
     assert_whole(files, [16, 16, 13])
-    assert seen == [("rows of s*.h5 written", done, None) for done in (7, 8, 38, 40, 45)]
+    assert seen == [("rows written to s*.h5", done, None) for done in (7, 8, 38, 40, 45)]
 
 
 def test_chunks_have_the_rows_asked_for_and_default_to_a_part_of_the_shard(tmp_path):
