@@ -72,9 +72,9 @@ def bucket_bytes(
     compute = sum(t.seconds for t in program.tasks if t.kind == "compute")
     if not total or not compute:
         return _SMALLEST
-    members = max(mesh.sizes)
-    fixed = collective_seconds(machine, "all_reduce", 0, members)
-    moving = collective_seconds(machine, "all_reduce", total, members) - fixed
+    axis = mesh.sizes.index(max(mesh.sizes))
+    fixed = collective_seconds(machine, "all_reduce", 0, mesh, axis)
+    moving = collective_seconds(machine, "all_reduce", total, mesh, axis) - fixed
     if compute > moving:
         size = total * fixed / (compute - moving)
     else:
@@ -119,12 +119,12 @@ def _ancestors(program: Program) -> dict[str, int]:
 
 def _fused(group: _Bucket, mesh: Mesh, machine: Machine) -> Task:
     first = group.tasks[0]
-    members = mesh.sizes[mesh.index(first.axis)]
+    axis = mesh.index(first.axis)
     return replace(
         first,
         name=group.name,
         inputs=tuple(t.inputs[0] for t in group.tasks),
         outputs=tuple(t.outputs[0] for t in group.tasks),
-        seconds=collective_seconds(machine, "all_reduce", group.nbytes, members),
+        seconds=collective_seconds(machine, "all_reduce", group.nbytes, mesh, axis),
         where=group.tasks[-1].where,
     )

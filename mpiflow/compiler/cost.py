@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import ceil, log2, prod
 
-from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.machine import VECTOR, Link, Machine
+from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import Op
 from mpiflow.graph.rule import Shape
 from mpiflow.plan.slice import itemsize
@@ -18,9 +19,11 @@ def compute_bytes(
     return sum(prod(s) * itemsize(d) for s, d in zip(shapes, dtypes, strict=True))
 
 
-def compute_seconds(machine: Machine, flops: int, nbytes: int, dtype: str) -> float:
+def compute_seconds(
+    machine: Machine, flops: int, nbytes: int, dtype: str, unit: str = VECTOR
+) -> float:
     """A kernel: launch, then the slower of arithmetic and memory."""
-    return machine.launch + max(flops / machine.peak(dtype), nbytes / machine.memory)
+    return max(machine.arithmetic(flops, dtype, unit), machine.traffic(nbytes))
 
 
 def op_seconds(
@@ -32,11 +35,69 @@ def op_seconds(
 ) -> float:
     """A kernel of `op` on local shapes."""
     nbytes = compute_bytes(op, inputs, outputs, dtypes)
-    return compute_seconds(machine, op.flops(inputs, outputs), nbytes, dtypes[-1])
+    return compute_seconds(machine, op.flops(inputs, outputs), nbytes, dtypes[-1], op.unit)
 
 
-def collective_seconds(machine: Machine, kind: str, nbytes: int, members: int) -> float:
-    """A collective on a tensor of `nbytes`, joint over its `members`.
+def spread(mesh: Mesh, axis: int, devices_per_node: int) -> tuple[int, int]:
+    """How a group along an axis lies: its members on a node (at most), and the nodes it is on.
+
+    Ranks fill one node after another, and axes are ordered outermost first, so a group lies in
+    stride x size consecutive ranks. Where these blocks fit the nodes evenly, all groups are alike;
+    where one straddles a border, the answer is that of a group which does.
+    """
+    members = mesh.sizes[axis]
+    stride = prod(mesh.sizes[axis + 1 :])
+    block, node = stride * members, devices_per_node or mesh.size
+    if node % block == 0 or mesh.size <= node // block * block:
+        return members, 1
+    within = min(max(1, node // stride), ceil(members / 2))
+    return within, ceil(members / within)
+
+
+def collective_seconds(machine: Machine, kind: str, nbytes: int, mesh: Mesh, axis: int) -> float:
+    """A collective along an axis, on a tensor of `nbytes` that is joint over its members.
+
+    A group within a node uses the inner link, any other the outer one. Where collectives are
+    hierarchical, a group with several members on each of several nodes first reduces (and last
+    gathers) within the nodes, so that a rank sends only its part of the tensor over the outer link.
+    """
+    within, nodes = spread(mesh, axis, machine.devices_per_node)
+    members = mesh.sizes[axis]
+    if nodes == 1:
+        return _level(machine, machine.inner, kind, nbytes, members)
+    if within == 1 or not machine.hierarchical or kind == "all_to_all":
+        return _level(machine, machine.outer, kind, nbytes, members)
+    steps = {
+        "all_reduce": ("reduce_scatter", "all_reduce", "all_gather"),
+        "reduce_scatter": ("reduce_scatter", "reduce_scatter", ""),
+        "all_gather": ("", "all_gather", "all_gather"),
+    }
+    before, across, after = steps[kind]
+    inside = sum(_level(machine, machine.inner, x, nbytes, within) for x in (before, after) if x)
+    return inside + _level(machine, machine.outer, across, ceil(nbytes / within), nodes)
+
+
+def _level(machine: Machine, link: Link, kind: str, nbytes: int, members: int) -> float:
+    """On one link: as measured, from the nearest number of members; else by formula.
+
+    From so many members to others by the ratio of the formula's seconds, which knows how latencies
+    and bytes grow with them.
+    """
+    formula = formula_seconds(machine, link, kind, nbytes, members)
+    if members == 1:
+        return 0.0
+    measured = [m for m in link.measured if m.kind == kind]
+    if not measured:
+        return formula
+    nearest = min(measured, key=lambda m: abs(log2(m.members / members)))
+    seconds = nearest.curve.seconds(nbytes)
+    if nearest.members == members:
+        return seconds
+    return seconds * formula / formula_seconds(machine, link, kind, nbytes, nearest.members)
+
+
+def formula_seconds(machine: Machine, link: Link, kind: str, nbytes: int, members: int) -> float:
+    """A collective by alpha-beta, on one link.
 
     Thakur, Rabenseifner, Gropp 2005: L latencies, L = ceil(log2 p), twice that for all_reduce and
     p - 1 for all_to_all; each byte leaves (p-1)/p of the tensor, twice for all_reduce, and
@@ -49,14 +110,14 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, members: int) -
     reducing = share * nbytes / machine.memory
     match kind:
         case "all_reduce":
-            cost = 2 * rounds * machine.latency + 2 * share * nbytes / machine.link + reducing
+            cost = 2 * rounds * link.latency + 2 * share * nbytes / link.bandwidth + reducing
         case "reduce_scatter":
-            cost = rounds * machine.latency + share * nbytes / machine.link + reducing
+            cost = rounds * link.latency + share * nbytes / link.bandwidth + reducing
         case "all_gather":
-            cost = rounds * machine.latency + share * nbytes / machine.link
+            cost = rounds * link.latency + share * nbytes / link.bandwidth
         case _:
-            cost = (members - 1) * machine.latency + share * nbytes / members / machine.link
-    return machine.call + cost
+            cost = (members - 1) * link.latency + share * nbytes / members / link.bandwidth
+    return link.call + cost
 
 
 def read_seconds(machine: Machine, nbytes: int) -> float:

@@ -56,6 +56,8 @@ class Op:
     precision: ClassVar[str] = "high"
     """In a job of 16-bit precision: "low" computes in it, "high" in float32, "follow" in what its
     inputs have, "any" takes each input as it is."""
+    unit: ClassVar[str] = "vector"
+    """What its operations are, for the price: "matrix", those of products, or "vector"."""
     indexes: ClassVar[tuple[tuple[int, int, int], ...]] = ()
     """(input, operand, dim): the values of `input` are indices into `dim` of `operand`."""
     source: ClassVar[Source | None] = None

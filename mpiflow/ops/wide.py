@@ -17,9 +17,10 @@ from mpiflow.ops.work import carve, carved
 
 
 class Wide(Op):
-    """Base of ops that take the 16-bit precision of a job; subclasses write `compute`."""
+    """Base of products, which take the 16-bit precision of a job; subclasses write `compute`."""
 
     precision = "low"
+    unit = "matrix"
 
     def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         """The workspace of `compute`, in bytes."""
