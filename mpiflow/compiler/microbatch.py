@@ -92,8 +92,10 @@ class _Chooser:
             else:
                 signature = self._cheapest(node, options)
             self._take(node, signature, chosen)
-        for tensor in (*self.graph.outputs.values(), *self.graph.assigns.values()):
+        for name, tensor in (*self.graph.outputs.items(), *self.graph.assigns.items()):
             self.wanted.setdefault(tensor, []).append(B)
+            if self._is_rounded(tensor):
+                raise _narrow_sum(name, tensor, tensor.where)
         for node in reversed(undecided):
             self._take(node, self._asked_for(node), chosen)
         return {node: chosen[node] for node in self.nodes}
@@ -123,8 +125,11 @@ class _Chooser:
         return all(t in self.open or self.sbps[t] == B or self._is_sum(t) for t in node.inputs)
 
     def _is_sum(self, tensor: Tensor) -> bool:
-        """A sum of 16-bit floats is not rounded once a micro-batch: its cast is added up."""
         return isinstance(self.sbps.get(tensor), Partial) and not is_narrow(tensor.dtype)
+
+    def _is_rounded(self, tensor: Tensor) -> bool:
+        """A sum of 16-bit floats would be rounded once a micro-batch: its cast is added up."""
+        return isinstance(self.sbps.get(tensor), Partial) and is_narrow(tensor.dtype)
 
     def _cheapest(self, node: Node, options: list[Signature]) -> Signature:
         def price(option: Signature) -> tuple[int, int]:
@@ -134,11 +139,7 @@ class _Chooser:
 
         best = min(options, key=price)
         if price(best)[0] >= _NEVER:
-            tensor = next(t for t in node.inputs if isinstance(self.sbps.get(t), Partial))
-            raise CompileError(
-                f"micro-batches: {node.name} needs {tensor.name} in {tensor.dtype} of the whole"
-                f" batch; cast it to float32 first\n  {node.where}"
-            )
+            raise _narrow_sum(node.name, next(filter(self._is_rounded, node.inputs)), node.where)
         return best
 
     def _price(self, tensor: Tensor, wanted: Sbp) -> int:
@@ -176,6 +177,13 @@ class _Chooser:
 
 
 _CUT, _SUMMED, _COLLECTED, _NEVER = 1, 10, 1000, 10**6
+
+
+def _narrow_sum(user: str, tensor: Tensor, where: str) -> CompileError:
+    return CompileError(
+        f"micro-batches: {user} needs {tensor.name} in {tensor.dtype} of the whole batch; cast it"
+        f" to float32 first\n  {where}"
+    )
 
 
 def _is_shared(signature: Signature) -> bool:
@@ -216,7 +224,8 @@ class _Loops:
         for node in self.nodes:
             if self._in_loop(node):
                 for tensor, taken in self._takes(node):
-                    if taken == B:
+                    # What all share is made before the loop, even where the loop cuts it.
+                    if taken == B or self._sbp(tensor) == B:
                         self._make_early(tensor, node)
         self._fire_in_main(count)
         return Timing(
@@ -265,6 +274,7 @@ class _Loops:
                 self.loops[node].add(self.made[tensor])
 
     def _refuse_variables(self, tensor: Tensor, user: Node) -> None:
+        lines = dict.fromkeys((tensor.where, user.where))
         for node in self._ancestors(tensor, loop_only=False):
             for source in node.inputs:
                 if source in self.variables:
@@ -272,7 +282,7 @@ class _Loops:
                         f"micro-batches: {user.name} needs {tensor.name} of the whole batch, which"
                         f" depends on variable {source.name}, so it is known only when the last"
                         " micro-batch is done; let it depend on the batch alone, or use one"
-                        f" micro-batch\n  {tensor.where}\n  {user.where}"
+                        " micro-batch" + "".join(f"\n  {line}" for line in lines)
                     )
 
     def _ancestors(self, tensor: Tensor, *, loop_only: bool) -> list[Node]:
