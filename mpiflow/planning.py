@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+from mpiflow.compiler.cost import spread
 from mpiflow.compiler.driver import Observer, Target, compile_job
-from mpiflow.compiler.machine import find_machine
+from mpiflow.compiler.machine import Machine, find_machine
 from mpiflow.compiler.signature import DATA
 from mpiflow.errors import JobError, UsageError
 from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.tensor import DTYPES
 from mpiflow.job import Dataset, Job
 from mpiflow.plan.records import DataSet, Plan
+from mpiflow.plan.text import size_text
 from mpiflow.plan.verify_ops import verify_ops
 from mpiflow.plan.verify_run import verify_run
 from mpiflow.weights import with_first_values
@@ -20,10 +23,14 @@ from mpiflow.weights import with_first_values
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
-def choose_mesh(ranks: int | None, mesh: str | None) -> Mesh:
-    """The mesh that --mesh names, or all ranks on the data axis."""
+def choose_mesh(ranks: int | None, mesh: str | None, machine: Machine | None = None) -> Mesh:
+    """The mesh that --mesh names, or all ranks on the data axis.
+
+    Without either, a rank for each device of the machine, where it says how many there are.
+    """
     if mesh is not None:
         return parse_mesh(mesh, ranks)
+    ranks = ranks if ranks is not None or machine is None else machine.ranks
     if ranks is None:
         raise UsageError("say how many ranks the job will get: --ranks N, or --mesh data=N")
     if ranks < 1:
@@ -37,12 +44,17 @@ def make_plan(
     mesh: Mesh,
     data_folder: Path,
     *,
-    machine: str = "cpu",
+    machine: Machine | None = None,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
-    """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`."""
+    """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`.
+
+    Prices are those of `machine`, which is the built-in `cpu` unless given.
+    """
     from mpiflow.io.dataset import cache_bytes
 
+    machine = machine or find_machine("cpu")
+    notes = machine_notes(machine, mesh)
     data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
     for name, dataset in job.evaluations.items():
         _check_name(job, name)
@@ -50,16 +62,56 @@ def make_plan(
     plan = compile_job(
         job,
         data,
-        Target(mesh, find_machine(machine)),
+        Target(mesh, machine),
         folder=folder,
         cache_bytes=cache_bytes,
         observe=observe,
     )
+    notes += memory_notes(machine, dict(plan.arenas)["host"])
+    plan = replace(plan, notes=(*plan.notes, *notes))
     if job.weights:
         plan = with_first_values(plan, job.weights, data_folder)
     verify_run(plan)
     verify_ops(plan)
     return plan
+
+
+def machine_notes(machine: Machine, mesh: Mesh) -> tuple[str, ...]:
+    """What there is to say of ranks on a machine; UsageError where it has no room for them."""
+    devices = machine.ranks
+    if devices is not None and mesh.size > devices:
+        raise UsageError(
+            f"machine {machine.name} has {machine.nodes} nodes of {machine.devices_per_node}"
+            f" devices, {devices} in all, and mesh {mesh} has {mesh.size} ranks; use fewer ranks,"
+            " or a machine file with more nodes"
+        )
+    notes = []
+    if machine.host_link is not None:
+        notes.append(f"prices are those of devices of machine {machine.name}; ranks run on CPUs")
+    if devices is not None and mesh.size < devices:
+        notes.append(f"machine {machine.name} has {devices} devices; {mesh.size} ranks use as many")
+    if machine.devices_per_node and mesh.size > machine.devices_per_node:
+        notes.append(f"machine {machine.name}: {_levels(machine.devices_per_node, mesh)}")
+    return tuple(notes)
+
+
+def _levels(devices_per_node: int, mesh: Mesh) -> str:
+    """Which axes stay within a node, and which go between nodes."""
+    parts = []
+    for axis, name in enumerate(mesh.names):
+        nodes = spread(mesh, axis, devices_per_node)[1]
+        parts.append(f"axis {name} {'goes between nodes' if nodes > 1 else 'stays within a node'}")
+    return ", ".join(parts)
+
+
+def memory_notes(machine: Machine, arena: int) -> tuple[str, ...]:
+    """Whether a rank's arena fits into a device's memory, where that is known."""
+    if not machine.memory_bytes or arena <= machine.memory_bytes:
+        return ()
+    return (
+        f"does not fit: a rank needs {size_text(arena)}, and a device of machine {machine.name} has"
+        f" {size_text(machine.memory_bytes)}; use more ranks, a smaller batch or micro-batches",
+    )
 
 
 def _check_name(job: Job, name: str) -> None:

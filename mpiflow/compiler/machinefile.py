@@ -15,6 +15,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def _curve(table: Table, key: str) -> Curve:
         raise table.wrong(key, value, "pieces [start, seconds there, seconds for each more]")
     pieces = tuple(_piece(table, f"{key}[{i}]", entry) for i, entry in enumerate(value))
     starts = [piece.start for piece in pieces]
-    if starts[0] or any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+    if starts[0] or any(b <= a for a, b in pairwise(starts)):
         raise table.wrong(key, value, "pieces whose starts rise from 0")
     if not pieces[0].seconds or not pieces[-1].each:
         raise table.wrong(key, value, "above 0 where it starts, and rise where it ends")
