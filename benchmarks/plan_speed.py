@@ -3,8 +3,8 @@
     python benchmarks/plan_speed.py [NAME ...]
 
 Each model is planned in a process of its own, measured from its start, imports included, to
-its end, when the plan is printed and written too. Seconds are CPU seconds; `other` is imports, the proof
-against the ops, and writing. Without names, all models but the largest, `gpt-70b`.
+its end, when the plan is printed and written too. Seconds are CPU seconds; `other` is imports, the
+proof against the ops, and writing. Without names, all models but the largest, `gpt-70b`.
 """
 
 from __future__ import annotations

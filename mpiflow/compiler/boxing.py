@@ -152,6 +152,8 @@ def without_units(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
 
     So a weight that is split by whole heads meets a product that knows no heads without a message.
     """
+    if all(sbp.unit == 1 for sbp in layout if isinstance(sbp, S)):
+        return layout
     parts: dict[int, int] = {}
     for sbp, size in zip(layout, mesh.sizes, strict=True):
         if isinstance(sbp, S):

@@ -75,21 +75,22 @@ def minimise(unary: list[Table], pairs: Pairs) -> Solution:
 
 
 def _minimise_wide(costs: list[Table], tables: Pairs) -> Solution:
-    """Solve among the choices of least slack, then among all that may be in a better solution.
+    """Solve among the choices of little slack, then of more, until the best cannot be missing.
 
-    Those with more slack than the first solution has above the bound cannot be.
+    Those with more slack than a solution has above the bound are in no better one.
     """
     found = bounds(costs, tables)
-    near = _minimise_among(costs, tables, found, _NEAR * abs(found.lower))
-    if near is None:
+    margin = _NEAR * abs(found.lower)
+    best = tried = _minimise_among(costs, tables, found, margin)
+    while tried is not None and tried.lower < tried.total:
+        best, margin = tried, min(10 * margin, tried.total - found.lower)
+        tried = _minimise_among(costs, tables, found, margin)
+    if best is None or best.total == np.inf:
         raise CompileError(
             "there are too many ways to lay out this graph that are equally fast; give hints, or"
             " use fewer mesh axes"
         )
-    if near.lower == near.total:
-        return near
-    best = _minimise_among(costs, tables, found, near.total - found.lower)
-    return near if best is None else best
+    return tried or best
 
 
 def _minimise_among(

@@ -9,7 +9,7 @@ inputs are split by it or not, whichever is cheaper, and variables may be split 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -79,15 +79,7 @@ def choose(
 
     `timing` fixes what everything is on the axis of time, where the mesh has one.
     """
-    ranks = range(mesh.timed, len(mesh.axes))
-    free = [i for i in ranks if mesh.names[i] != DATA and mesh.sizes[i] > 1]
-    placed = []
-    for splits in product((False, True), repeat=len(free)):
-        batch = {i for i, name in enumerate(mesh.names) if name == DATA}
-        batch.update(i for i, split in zip(free, splits, strict=True) if split)
-        placed.append(_Solver(graph, mesh, machine, batch, variables, timing).solve())
-    best = min(placed, key=lambda each: each.seconds)
-    return replace(best, lower=min(each.lower for each in placed))
+    return _Solver(graph, mesh, machine, variables, timing).solve()
 
 
 class _Solver:
@@ -98,12 +90,11 @@ class _Solver:
         graph: Graph,
         mesh: Mesh,
         machine: Machine,
-        batch: set[int],
         variables: dict[str, Layout] | None,
         timing: Timing | None,
     ) -> None:
         self.graph, self.mesh, self.machine = graph, mesh, machine
-        self.batch, self.fixed, self.timing = batch, variables, timing
+        self.fixed, self.timing = variables, timing
         self.live = graph.live()
         # A mean is summed over the ranks before it is scaled, so that a count is exact on any.
         self.values = {*graph.assigns.values(), *graph.outputs.values()}
@@ -119,11 +110,10 @@ class _Solver:
 
     def solve(self) -> Placed:
         sources = [*self.graph.inputs.values(), *(v.tensor for v in self.graph.variables.values())]
-        for tensor in self.graph.inputs.values():
-            self._place((tensor,), self._input_domain(tensor))
+        self._place_inputs()
         for variable in self.graph.variables.values():
             self._place((variable.tensor,), self._variable_domain(variable))
-        first = len(sources)
+        first = len(self.domains)
         for node in self.live:
             self._place(node.outputs, self._priced_domain(node)[0])
         unary = [np.zeros(len(domain)) for domain in self.domains]
@@ -137,7 +127,7 @@ class _Solver:
         return Placed(
             self.graph,
             tuple(zip(self.live, picked[first:], strict=True)),
-            {t: choice.outputs[0] for t, choice in zip(sources, picked, strict=False)},
+            {t: picked[index].outputs[i] for t in sources for index, i in [self.position[t]]},
             best.total,
             best.lower,
         )
@@ -147,15 +137,22 @@ class _Solver:
             self.position[tensor] = (len(self.domains), i)
         self.domains.append(domain)
 
-    def _input_domain(self, tensor: Tensor) -> list[Choice]:
-        hint = self.graph.hints.get(tensor.name)
-        layout: Layout = tuple(
-            S(0) if (i in self.batch or i < self.mesh.timed) and size > 1 else B
-            for i, size in enumerate(self.mesh.sizes)
-        )
-        if hint is not None:
-            layout = self._stored(hint, tensor)
-        return [Choice((), (layout,))]
+    def _place_inputs(self) -> None:
+        """Split by the first dim, over any free axes; what `data` and time split is the batch.
+
+        A rank reads the same rows of all fields: they are split alike, but for hints.
+        """
+        inputs = self.graph.inputs.values()
+        free = tuple(t for t in inputs if t.name not in self.graph.hints)
+        per_axis: list[tuple[Sbp, ...]] = []
+        for axis, (name, size) in enumerate(self.mesh.axes):
+            split = (S(0),) if name == DATA or axis < self.mesh.timed else (B, S(0))
+            per_axis.append(split if size > 1 else (B,))
+        self._place(free, [Choice((), (layout,) * len(free)) for layout in product(*per_axis)])
+        for tensor in inputs:
+            if tensor not in free:
+                layout = self._stored(self.graph.hints[tensor.name], tensor)
+                self._place((tensor,), [Choice((), (layout,))])
 
     def _variable_domain(self, variable: Variable) -> list[Choice]:
         tensor = variable.tensor
@@ -299,15 +296,17 @@ class _Solver:
             self._add_pair(self.position[tensor][0], index, table * (_EXPOSED if updates else 1.0))
 
     def _output_costs(self, unary: list[Table]) -> None:
+        """Scalars end on every rank, what has a value for each row with the rows of the input."""
         everywhere = (B,) * len(self.mesh.axes)
-        by_row: Layout = tuple(
-            S(0) if i in self.batch and size > 1 else B for i, size in enumerate(self.mesh.sizes)
-        )
         for tensor in self.graph.outputs.values():
             producer, output = self.position[tensor]
             given = [choice.outputs[output] for choice in self.domains[producer]]
-            wanted = by_row if tensor.shape else everywhere
-            unary[producer] += _EXPOSED * self._convert(tensor, given, [wanted])[:, 0]
+            if tensor.shape and self.graph.inputs:
+                rows = self.position[next(iter(self.graph.inputs.values()))][0]
+                wanted = [choice.outputs[0] for choice in self.domains[rows]]
+                self._add_pair(producer, rows, _EXPOSED * self._convert(tensor, given, wanted))
+            else:
+                unary[producer] += _EXPOSED * self._convert(tensor, given, [everywhere])[:, 0]
 
     def _assign_edges(self, unary: list[Table]) -> None:
         for name, value in self.graph.assigns.items():
