@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 from mpiflow.errors import GraphError
 from mpiflow.graph.op import ShardView, op
 from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor
+from mpiflow.ops import depthwise, im2col
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
-from mpiflow.ops.im2col import (
-    Geometry,
-    convolve,
-    input_gradient,
-    input_workspace,
-    weight_gradient,
-    weight_workspace,
-)
+from mpiflow.ops.im2col import Geometry
 from mpiflow.ops.wide import Wide
 from mpiflow.ops.window import (
     Padding,
@@ -40,9 +35,10 @@ class Convolution(Wide, Windowed):
     """Base of the three ops.
 
     Batch and channels may be split. With groups, a channel dim is groups x channels of one group,
-    and what may be split is the groups.
+    and what may be split is the groups. `roles` says which inputs, and which output, are x, w, y.
     """
 
+    roles: ClassVar[str]
     stride: tuple[int, ...]
     padding: Padding
     dilation: tuple[int, ...]
@@ -54,44 +50,72 @@ class Convolution(Wide, Windowed):
         return super().dtypes(dtypes)
 
     def sizes(self) -> dict[str, int]:
-        return {"g": self.channel_groups} if self.channel_groups > 1 else {}
+        groups = {"g": self.channel_groups} if self.channel_groups > 1 else {}
+        letter = {"x": "s", "w": "k", "y": ""}[self.roles[2]]
+        made = getattr(self, "size", ())
+        return groups | {f"{letter}{i}": n for i, n in enumerate(made)}
 
     def unsplittable(self, rule: Rule) -> frozenset[str]:
         return frozenset(x for x in rule.letters if x[0] in "skt")
 
-    def operands(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """The dims of x, w and y."""
+    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         dims = len(self.stride)
-        c, o = (("g", "c"), ("g", "o")) if self.channel_groups > 1 else (("c",), ("o",))
-        return (
-            (("n",), c, *letters("s", dims)),
-            (o, ("c",), *letters("k", dims)),
-            (("n",), o, *letters("t", dims)),
-        )
-
-    def run(self, shard: ShardView, out: Any, x: Any, y: Any) -> None:
-        """The kernel on arrays of float32 or float64."""
-        raise NotImplementedError(self.name)
-
-    def compute(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
-        return partial(self.run, shard, out, *arrays)
-
-    def check_rank(self, shapes: tuple[Shape, ...]) -> None:
-        """Raise unless all operands have a batch, a channel and the spatial dims."""
-        if any(len(shape) != len(self.stride) + 2 for shape in shapes):
+        if any(len(shape) != dims + 2 for shape in shapes):
             raise GraphError(
-                f"{self.name} over {len(self.stride)} spatial dims takes operands of"
-                f" {len(self.stride) + 2} dims, not {' and '.join(map(str, shapes))}"
+                f"{self.name} over {dims} spatial dims takes operands of {dims + 2} dims, not"
+                f" {' and '.join(map(str, shapes))}"
             )
+        c, o = (("g", "c"), ("g", "o")) if self.channel_groups > 1 else (("c",), ("o",))
+        operands = {
+            "x": (("n",), c, *letters("s", dims)),
+            "w": (o, ("c",), *letters("k", dims)),
+            "y": (("n",), o, *letters("t", dims)),
+        }
+        first, second, made = (operands[role] for role in self.roles)
+        return Rule((first, second), (made,))
 
-    def geometry(self, x: Shape, w: Shape, y: Shape) -> Geometry:
-        """The convolution on local shapes; a rank may hold some of the groups."""
+    def windows(self, shapes: tuple[Shape, ...]) -> Shape:
+        given = dict(zip(self.roles, shapes, strict=False))
+        if "y" in given:
+            return given["y"][2:]
+        x, w = given["x"], given["w"]
+        return count_windows(self.name, x[2:], w[2:], self.stride, self.padding, self.dilation)
+
+    def geometry(self, *shapes: Shape) -> Geometry:
+        """The convolution on local shapes of inputs and output; a rank may hold some groups."""
+        named = dict(zip(self.roles, shapes, strict=True))
+        x, w, y = (named[role] for role in "xwy")
         groups = w[0] and x[1] // w[1] if self.channel_groups > 1 and w[1] else 1
-        outputs = w[0] // max(groups, 1)
-        return Geometry(
-            x[0], groups, w[1], outputs, x[2:], w[2:], y[2:],
+        at = Geometry(
+            x[0], groups, w[1], w[0] // max(groups, 1), x[2:], w[2:], y[2:],
             self.stride, self.padding, self.dilation,
         )  # fmt: skip
+        return (self.channel_groups > 1 and depthwise.depthwise(at)) or at
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        """A multiplication and an addition for every weight in every window."""
+        named = dict(zip(self.roles, (*inputs, *outputs), strict=True))
+        w, y = named["w"], named["y"]
+        return 2 * prod(w) * y[0] * prod(y[2:])
+
+    def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
+        at = self.geometry(*inputs, *outputs)
+        way: Any = _way(at)
+        bytes_of = {"x": way.input_workspace, "w": way.weight_workspace, "y": way.workspace}
+        needed: int = bytes_of[self.roles[2]](at, dtype)
+        return needed
+
+    def compute(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        if not all(a.size for a in (*arrays, out)):
+            return partial(out.fill, 0)
+        at = self.geometry(*(a.shape for a in (*arrays, out)))
+        way: Any = _way(at)
+        run = {"x": way.input_gradient, "w": way.weight_gradient, "y": way.convolve}
+        return partial(run[self.roles[2]], shard.xp, shard.work, out, *arrays, at)
+
+
+def _way(at: Geometry) -> ModuleType:
+    return depthwise if isinstance(at, depthwise.Depthwise) else im2col
 
 
 @op
@@ -102,32 +126,11 @@ class Conv(Convolution):
     padding: Padding
     dilation: tuple[int, ...]
     channel_groups: int = 1
-
-    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
-        self.check_rank(shapes)
-        x, w, y = self.operands()
-        return Rule((x, w), (y,))
-
-    def windows(self, shapes: tuple[Shape, ...]) -> Shape:
-        x, w = shapes
-        return count_windows(self.name, x[2:], w[2:], self.stride, self.padding, self.dilation)
-
-    def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        at = self.geometry(*inputs, *outputs)
-        return 0 if at.pointwise else at.workspace(dtype)
-
-    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
-        return _flops(inputs[1], outputs[0])
+    roles = "xwy"
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         (x, w), (dy,) = inputs, dys
         return _input_grad(self, dy, w, x.shape), _weight_grad(self, x, dy, w.shape)
-
-    def run(self, shard: ShardView, out: Any, x: Any, w: Any) -> None:
-        if not x.size or not w.size or not out.size:
-            out.fill(0)
-            return
-        convolve(shard.xp, shard.work, out, x, w, self.geometry(x.shape, w.shape, out.shape))
 
 
 @op
@@ -139,34 +142,11 @@ class ConvInputGrad(Convolution):
     padding: Padding
     dilation: tuple[int, ...]
     channel_groups: int = 1
-
-    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
-        self.check_rank(shapes)
-        x, w, y = self.operands()
-        return Rule((y, w), (x,))
-
-    def sizes(self) -> dict[str, int]:
-        return super().sizes() | {f"s{i}": n for i, n in enumerate(self.size)}
-
-    def windows(self, shapes: tuple[Shape, ...]) -> Shape:
-        return shapes[0][2:]
-
-    def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return input_workspace(self.geometry(outputs[0], inputs[1], inputs[0]), dtype)
-
-    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
-        return _flops(inputs[1], inputs[0])
+    roles = "ywx"
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         (dy, w), (x,) = inputs, dys
         return _conv(self, x, w), _weight_grad(self, x, dy, w.shape)
-
-    def run(self, shard: ShardView, out: Any, dy: Any, w: Any) -> None:
-        if not dy.size or not w.size or not out.size:
-            out.fill(0)
-            return
-        at = self.geometry(out.shape, w.shape, dy.shape)
-        input_gradient(shard.xp, shard.work, out, dy, w, at)
 
 
 @op
@@ -178,39 +158,11 @@ class ConvWeightGrad(Convolution):
     padding: Padding
     dilation: tuple[int, ...]
     channel_groups: int = 1
-
-    def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
-        self.check_rank(shapes)
-        x, w, y = self.operands()
-        return Rule((x, y), (w,))
-
-    def sizes(self) -> dict[str, int]:
-        return super().sizes() | {f"k{i}": n for i, n in enumerate(self.size)}
-
-    def windows(self, shapes: tuple[Shape, ...]) -> Shape:
-        return shapes[1][2:]
-
-    def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return weight_workspace(self.geometry(inputs[0], outputs[0], inputs[1]), dtype)
-
-    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
-        return _flops(outputs[0], inputs[1])
+    roles = "xyw"
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         (x, dy), (w,) = inputs, dys
         return _input_grad(self, dy, w, x.shape), _conv(self, x, w)
-
-    def run(self, shard: ShardView, out: Any, x: Any, dy: Any) -> None:
-        if not x.size or not dy.size or not out.size:
-            out.fill(0)
-            return
-        at = self.geometry(x.shape, out.shape, dy.shape)
-        weight_gradient(shard.xp, shard.work, out, x, dy, at)
-
-
-def _flops(w: Shape, y: Shape) -> int:
-    """A multiplication and an addition for every weight in every window."""
-    return 2 * prod(w) * y[0] * prod(y[2:])
 
 
 def _conv(like: Convolution, x: Tensor, w: Tensor) -> Tensor:

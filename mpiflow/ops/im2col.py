@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 from mpiflow.graph.rule import Shape
 from mpiflow.ops.window import Padding, offsets
@@ -87,7 +87,7 @@ class Geometry:
         return max(self.least(dtype), min(most, _LIMIT))
 
     @property
-    def turned(self) -> Geometry | None:
+    def turned(self) -> Self | None:
         """The convolution of dy with turned weights that gives dx, where it is worth its while.
 
         It gathers where the other way adds, but copies the weights, and needs a stride of 1.
@@ -192,6 +192,11 @@ class Geometry:
         row = prod(self.windows[1:])
         places = y[tile.images.start].reshape(self.groups, self.outputs, -1)
         return places[:, :, tile.rows.start * row : tile.rows.stop * row]
+
+
+def workspace(at: Geometry, dtype: Any) -> int:
+    """What `convolve` uses best."""
+    return 0 if at.pointwise else at.workspace(dtype)
 
 
 def convolve(xp: Any, work: Any, out: Any, x: Any, w: Any, at: Geometry) -> None:

@@ -33,6 +33,8 @@ CONVS = [  # x, w, settings
     ((2, 1, 4, 3), (3, 1, 3, 2), settings(2, stride=2, padding=(1, 2))),
     ((3, 4, 2, 2), (6, 2, 2, 1), settings(2, padding=(1, 0), groups=2)),
     ((2, 3, 4), (3, 1, 3), settings(1, stride=3, padding=(1, 1), groups=3)),
+    ((2, 4, 4, 3), (4, 1, 3, 2), settings(2, padding=(1, 0), groups=4)),
+    ((2, 3, 5), (3, 1, 2), settings(1, padding=(3, 2), dilation=2, groups=3)),
     ((3, 5, 2), (4, 5, 1), settings(1)),
     ((5, 2, 4), (3, 2, 3), settings(1, padding=(2, 1), dilation=2)),
     ((3, 2, 3, 2), (4, 2, 1, 1), settings(2, stride=2)),
@@ -140,13 +142,24 @@ JOINT_GRADIENT = {"BatchNorm"}
 """The gradient of its x is also that of another input made from x."""
 
 _CONV = settings(2, padding=(1, 1))
+_DEPTHWISE = settings(2, padding=(1, 1), groups=8)
 _POOL = dict(window=(2, 2), stride=(2, 2), padding=((0, 0), (0, 0)))
 _BATCH = dict(rows=50, count=5_000, epsilon=0.1)
 _X, _SUMS = (100, 8, 10, 10), (2, 8, 2)
 LARGE_EXAMPLES = {
-    "Conv": [(_CONV, [_X, (8, 8, 3, 3)]), (settings(2), [_X, (8, 8, 1, 1)])],
-    "ConvInputGrad": [(_CONV | {"size": (10, 10)}, [_X, (8, 8, 3, 3)])],
-    "ConvWeightGrad": [(_CONV | {"size": (3, 3)}, [_X, _X])],
+    "Conv": [
+        (_CONV, [_X, (8, 8, 3, 3)]),
+        (settings(2), [_X, (8, 8, 1, 1)]),
+        (_DEPTHWISE, [_X, (8, 1, 3, 3)]),
+    ],
+    "ConvInputGrad": [
+        (_CONV | {"size": (10, 10)}, [_X, (8, 8, 3, 3)]),
+        (_DEPTHWISE | {"size": (10, 10)}, [_X, (8, 1, 3, 3)]),
+    ],
+    "ConvWeightGrad": [
+        (_CONV | {"size": (3, 3)}, [_X, _X]),
+        (_DEPTHWISE | {"size": (3, 3)}, [_X, _X]),
+    ],
     "MaxPoolGrad": [
         (_POOL, [(100, 8, 10, 10), (100, 8, 20, 20), (100, 8, 10, 10)]),
         (_POOL | {"window": (3, 3)}, [(100, 8, 9, 9), (100, 8, 20, 20), (100, 8, 9, 9)]),
