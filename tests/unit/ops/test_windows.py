@@ -9,6 +9,7 @@ from mpiflow.errors import GraphError
 from mpiflow.graph.graph import Graph, building
 from mpiflow.ops.batchnorm import BatchSums
 from mpiflow.ops.conv import Conv, ConvInputGrad, ConvWeightGrad
+from mpiflow.ops.norm import GroupNorm, GroupNormGrad
 from mpiflow.ops.window import pad_windows
 
 
@@ -73,27 +74,42 @@ def test_sums_of_a_batch_norm_are_partial_over_any_split():
     assert found == {"B -> B", "S(0) -> P", "S(1) -> S(1)", "S(2) -> P"}
 
 
-@pytest.mark.parametrize("cls", [Conv, ConvInputGrad, ConvWeightGrad])
-def test_a_kernel_makes_do_with_the_workspace_of_a_larger_shard(cls, monkeypatch):
+LIMITS = {"im2col._LIMIT": 5_000, "depthwise._BLOCK": 400, "norm._BLOCK": 50}
+SETTINGS = ((1, 1), ((1, 1), (1, 1)), (1, 1))
+
+
+def drawn(*shapes):
+    return [np.random.default_rng(i).standard_normal(shape) for i, shape in enumerate(shapes)]
+
+
+X, Y, W, SINGLE = (3, 7, 6, 5), (3, 4, 6, 5), (4, 7, 3, 3), (7, 1, 3, 3)
+TIGHT = [
+    (Conv(*SETTINGS), (X, W)),
+    (ConvInputGrad((6, 5), *SETTINGS), (Y, W)),
+    (ConvWeightGrad((3, 3), *SETTINGS), (X, Y)),
+    (Conv(*SETTINGS, 7), (X, SINGLE)),
+    (ConvInputGrad((6, 5), *SETTINGS, 7), (X, SINGLE)),
+    (ConvWeightGrad((3, 3), *SETTINGS, 7), (X, X)),
+    (GroupNorm(1, 0.1), ((9, 3, 7), (3,), (3,))),
+    (GroupNormGrad(1, 0.1), ((9, 3, 7), (9, 3, 7), (3,))),
+]
+
+
+@pytest.mark.parametrize(("op", "shapes"), TIGHT)
+def test_a_kernel_makes_do_with_the_workspace_of_a_larger_shard(op, shapes, monkeypatch):
     # A smaller shard would like more than the limit gives: the plan has what the largest asks for.
-    monkeypatch.setattr("mpiflow.ops.im2col._LIMIT", 5_000)
-    draw = np.random.default_rng(0)
-    x, w = draw.standard_normal((3, 7, 6, 5)), draw.standard_normal((4, 7, 3, 3))
-    settings = ((1, 1), ((1, 1), (1, 1)), (1, 1))
-    dy = draw.standard_normal((3, 4, 6, 5))
-    op, arrays = {
-        Conv: (Conv(*settings), (x, w)),
-        ConvInputGrad: (ConvInputGrad((6, 5), *settings), (dy, w)),
-        ConvWeightGrad: (ConvWeightGrad((3, 3), *settings), (x, dy)),
-    }[cls]
-    (expected,) = whole(op, arrays)
-    shapes = tuple(a.shape for a in arrays)
-    most = op.workspace(shapes, (expected.shape,), "float64")
-    for signature in op.signatures(shapes, ("float64",) * 2):
-        monkeypatch.setattr(cls, "workspace", lambda *_, most=most: most)
+    for name, limit in LIMITS.items():
+        monkeypatch.setattr(f"mpiflow.ops.{name}", limit)
+    arrays = drawn(*shapes)
+    expected = whole(op, arrays)
+    outputs = tuple(a.shape for a in expected)
+    most = op.workspace(shapes, outputs, "float64")
+    for signature in op.signatures(shapes, ("float64",) * len(shapes)):
+        monkeypatch.setattr(type(op), "workspace", lambda *_, most=most: most)
         layouts = [(s,) for s in signature.inputs], [(s,) for s in signature.outputs]
-        (joined,) = sharded(op, arrays, *layouts, (2,))
-        np.testing.assert_allclose(joined, expected, rtol=1e-9, atol=1e-9, err_msg=str(signature))
+        joined = sharded(op, arrays, *layouts, (2,))
+        for a, b in zip(joined, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9, err_msg=str(signature))
 
 
 def test_a_maximum_of_a_window_in_padding_ignores_it():
