@@ -63,8 +63,8 @@ def divide(graph: Graph, micro_batches: int) -> Timing:
 class _Chooser:
     """Goes through the nodes in order; what each takes of its inputs decides what it gives.
 
-    A node that reads only shared values but can give any part of its output (a constant, a scalar
-    expanded) is left open, and gives what its consumers take: the parts, if they all agree.
+    A node that reads only shared values, and sums, but can give any part of its output (a constant,
+    a scalar expanded) is left open, and gives what its consumers take: the parts, if all agree.
     """
 
     graph: Graph
@@ -81,13 +81,11 @@ class _Chooser:
         undecided = []
         for node in self.nodes:
             options = self._signatures(node)
-            if all(t in self.open or self.sbps[t] == B for t in node.inputs):
+            if self._is_whole(node):
                 if any(self._opens(node, option) for option in options):
                     undecided.append(node)
                     self.open.update(dict.fromkeys(node.outputs, node))
                     continue
-                signature = options[0]
-            elif self._is_summed(node):
                 signature = options[0]
             else:
                 signature = self._cheapest(node, options)
@@ -120,8 +118,8 @@ class _Chooser:
         )
         return whole and all(isinstance(sbp, S) for sbp in signature.outputs)
 
-    def _is_summed(self, node: Node) -> bool:
-        """Whether a node takes sums alone, so that it had best wait for their ends."""
+    def _is_whole(self, node: Node) -> bool:
+        """Whether a node takes only what is shared, and sums, for whose ends it had best wait."""
         return all(t in self.open or self.sbps[t] == B or self._is_sum(t) for t in node.inputs)
 
     def _is_sum(self, tensor: Tensor) -> bool:
