@@ -20,6 +20,7 @@ from mpiflow.graph.sbp import Box, Broadcast
 from mpiflow.plan.protocols import Reader, Writer
 from mpiflow.plan.records import READ, WRITE, Plan, Program, Register
 from mpiflow.plan.store import digest
+from mpiflow.plan.unroll import folded
 from mpiflow.plan.verify import verify
 
 
@@ -129,7 +130,7 @@ class Session:
         fields, limits = attributes["fields"], attributes.get("limits", ())
         ignored = attributes.get("ignored") or [[] for _ in fields]
         return ReadTask(
-            reads[0].name.partition("#")[0],
+            folded(reads[0]),
             self._readers[program.data],
             spans,
             [
@@ -174,9 +175,10 @@ class Session:
             raise
         except Exception as error:
             task = phase.tasks[len(phase.calls) - length_hint(calls) - 1]
+            micro = f" micro-batch {task.micro + 1}," if task.phase % 2 else ""
             raise TaskError(
-                f"{self.transport.name}: program {program}, step {step + 1}, task {task.name}"
-                f" ({task.op}): {type(error).__name__}: {error}\n  {task.where}"
+                f"{self.transport.name}: program {program}, step {step + 1},{micro} task"
+                f" {folded(task)} ({task.op}): {type(error).__name__}: {error}\n  {task.where}"
             ) from error
         bound.fired += 1
         return {name: float(value[()]) for name, value in bound.outputs}
