@@ -23,7 +23,12 @@ def compute_seconds(
     machine: Machine, flops: int, nbytes: int, dtype: str, unit: str = VECTOR
 ) -> float:
     """A kernel: launch, then the slower of arithmetic and memory."""
-    return max(machine.arithmetic(flops, dtype, unit), machine.traffic(nbytes))
+    return machine.launch + roofline(machine, flops, nbytes, dtype, unit)
+
+
+def roofline(machine: Machine, flops: int, nbytes: int, dtype: str, unit: str) -> float:
+    """The slower of arithmetic and memory (Williams, Waterman, Patterson 2009)."""
+    return max(flops / machine.peak(dtype, unit), nbytes / machine.memory)
 
 
 def op_seconds(
@@ -33,9 +38,12 @@ def op_seconds(
     outputs: tuple[Shape, ...],
     dtypes: tuple[str, ...],
 ) -> float:
-    """A kernel of `op` on local shapes."""
-    nbytes = compute_bytes(op, inputs, outputs, dtypes)
-    return compute_seconds(machine, op.flops(inputs, outputs), nbytes, dtypes[-1], op.unit)
+    """A kernel of `op` on local shapes: as measured, where the machine knows the op."""
+    flops, nbytes = op.flops(inputs, outputs), compute_bytes(op, inputs, outputs, dtypes)
+    kernel = machine.kernels.get(op.name)
+    if kernel is None:
+        return compute_seconds(machine, flops, nbytes, dtypes[-1], op.unit)
+    return kernel.seconds + kernel.factor * roofline(machine, flops, nbytes, dtypes[-1], op.unit)
 
 
 def spread(mesh: Mesh, axis: int, devices_per_node: int) -> tuple[int, int]:

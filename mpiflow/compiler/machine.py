@@ -1,9 +1,9 @@
 """What a machine can do, in numbers; every task is priced from these.
 
     Machine         nodes and devices, what a device computes, its host link, its storage
-      ├─ Link       `inner` between ranks of one node, `outer` between those of several
-      │    └─ Measured    a collective on so many members, as it was measured there
-      └─ Curve      seconds by bytes or by operations, straight in pieces
+      ├─ Kernel     an op, as it was measured there
+      └─ Link       `inner` between ranks of one node, `outer` between those of several
+           └─ Measured    a collective on so many members, as it was measured there
 
 The figures are in TOML files, see `machinefile`; those of `mpiflow/machines` are built in.
 """
@@ -11,14 +11,12 @@ The figures are in TOML files, see `machinefile`; those of `mpiflow/machines` ar
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 from mpiflow.errors import UsageError
-
-Value = TypeVar("Value")
 
 MATRIX, VECTOR = "matrix", "vector"
 """What a kernel's operations are: those of products, which have units or libraries of their own,
@@ -27,7 +25,7 @@ and all others. `Op.unit` says which."""
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """From the amount `start` on: `seconds` at its start, and `each` for every one more."""
+    """From `start` bytes on: `seconds` there, and `each` for every byte more."""
 
     start: float
     seconds: float
@@ -36,15 +34,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by amount; the first piece starts at 0, the last one has no end."""
+    """Seconds by bytes, straight in pieces; the first starts at 0, the last has no end."""
 
     pieces: tuple[Piece, ...]
 
-    def seconds(self, amount: float) -> float:
-        """What an amount takes."""
-        index = bisect_right(self.pieces, amount, key=lambda piece: piece.start) - 1
+    def seconds(self, nbytes: float) -> float:
+        """What so many bytes take."""
+        index = bisect_right(self.pieces, nbytes, key=lambda piece: piece.start) - 1
         piece = self.pieces[index]
-        return piece.seconds + (amount - piece.start) * piece.each
+        return piece.seconds + (nbytes - piece.start) * piece.each
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,14 @@ class Link:
     measured: tuple[Measured, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The kernel of an op: `seconds` of a call, and how many times the roofline it takes."""
+
+    seconds: float
+    factor: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """One rank's device, its links, its storage; compared by identity, as it keys caches.
@@ -77,7 +83,7 @@ class Machine:
     `nodes` is 0 where their number is not fixed, `devices_per_node` where all ranks share a node,
     `memory_bytes` where a device's memory is not known. A `hierarchical` collective reduces within
     the nodes first; otherwise a group on several nodes runs at the speed of the outer link.
-    Where there is a curve, it takes the place of launch and rate.
+    `kernels` has the ops that were measured, by name.
     """
 
     name: str
@@ -90,8 +96,7 @@ class Machine:
     read_latency: float
     process_bytes: int
     vector_flops: tuple[tuple[str, float], ...] = ()
-    matrix_curves: tuple[tuple[str, Curve], ...] = ()
-    memory_curve: Curve | None = None
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
     memory_bytes: int = 0
     nodes: int = 0
     devices_per_node: int = 0
@@ -101,29 +106,15 @@ class Machine:
     def peak(self, dtype: str, unit: str = MATRIX) -> float:
         """Operations a second on a dtype; where it has no figure, those of the slowest."""
         rates = self.vector_flops if unit == VECTOR and self.vector_flops else self.flops
-        return _by_dtype(rates, dtype) or min(rate for _, rate in rates)
-
-    def arithmetic(self, flops: int, dtype: str, unit: str) -> float:
-        """Seconds of a kernel that is busy with operations."""
-        curve = _by_dtype(self.matrix_curves, dtype) if unit == MATRIX else None
-        return curve.seconds(flops) if curve else self.launch + flops / self.peak(dtype, unit)
-
-    def traffic(self, nbytes: int) -> float:
-        """Seconds of a kernel that is busy with reading and writing memory."""
-        curve = self.memory_curve
-        return curve.seconds(nbytes) if curve else self.launch + nbytes / self.memory
+        for known, rate in rates:
+            if known == dtype:
+                return rate
+        return min(rate for _, rate in rates)
 
     @property
     def ranks(self) -> int | None:
         """How many ranks it takes; None where that is not fixed."""
         return self.nodes * self.devices_per_node or None
-
-
-def _by_dtype(pairs: tuple[tuple[str, Value], ...], dtype: str) -> Value | None:
-    for known, value in pairs:
-        if known == dtype:
-            return value
-    return None
 
 
 FOLDER = Path(__file__).parent.parent / "machines"
