@@ -19,9 +19,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mpiflow.compiler.machine import Curve, Link, Machine, Measured, Piece
+from mpiflow.compiler.machine import Curve, Kernel, Link, Machine, Measured, Piece
 from mpiflow.compiler.tomltable import Table
 from mpiflow.errors import UsageError
+from mpiflow.graph.op import REGISTRY
 from mpiflow.graph.tensor import DTYPES
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -30,7 +31,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _TOP = ("name", "nodes", "devices_per_node", "process_bytes", "device", "links", "host_link",
         "storage")  # fmt: skip
 _DEVICE = ("memory_bytes", "memory_bandwidth", "launch_seconds", "matrix_flops", "vector_flops",
-           "memory_curve", "matrix_curves")  # fmt: skip
+           "kernels")  # fmt: skip
 _LINKS = ("inner", "outer", "hierarchical")
 _LINK = ("latency_seconds", "bandwidth", "call_seconds", "collectives")
 _COLLECTIVE = ("kind", "members", "curve")
@@ -70,10 +71,9 @@ def parse(content: bytes, file: str) -> Machine:
         process_bytes=top.whole("process_bytes"),
         flops=_rates(device, "matrix_flops"),
         vector_flops=_rates(device, "vector_flops") if "vector_flops" in device.values else (),
-        matrix_curves=_curves(device),
+        kernels=_kernels(device),
         memory=device.positive("memory_bandwidth"),
         memory_bytes=device.whole("memory_bytes", 0),
-        memory_curve=_curve(device, "memory_curve") if "memory_curve" in device.values else None,
         launch=device.number("launch_seconds"),
         inner=inner,
         outer=_link(links.table("outer", _LINK)) if "outer" in links.values else inner,
@@ -116,9 +116,14 @@ def _rates(device: Table, key: str) -> tuple[tuple[str, float], ...]:
     return tuple((dtype, table.positive(dtype)) for dtype in table.values)
 
 
-def _curves(device: Table) -> tuple[tuple[str, Curve], ...]:
-    table = device.table("matrix_curves", DTYPES, needed=False)
-    return tuple((dtype, _curve(table, dtype)) for dtype in table.values)
+def _kernels(device: Table) -> dict[str, Kernel]:
+    table = device.table("kernels", sorted(REGISTRY), needed=False)
+    kernels = {}
+    for op, value in table.values.items():
+        if not isinstance(value, list) or len(value) != 2:
+            raise table.wrong(op, value, "[seconds of a call, times the roofline]")
+        kernels[op] = Kernel(*(table.checked(op, number) for number in value))
+    return kernels
 
 
 def _curve(table: Table, key: str) -> Curve:
@@ -148,6 +153,7 @@ def to_toml(machine: Machine, remarks: Mapping[str, str] | None = None) -> str:
     sections: list[tuple[str, dict[str, Any]]] = [
         ("", _top(machine)),
         ("device", _device(machine)),
+        ("device.kernels", {op: [k.seconds, k.factor] for op, k in machine.kernels.items()}),
         ("links", {"hierarchical": True} if machine.hierarchical else {}),
         *_link_sections("links.inner", machine.inner),
         *(_link_sections("links.outer", outer) if outer else ()),
@@ -165,15 +171,12 @@ def _top(machine: Machine) -> dict[str, Any]:
 
 
 def _device(machine: Machine) -> dict[str, Any]:
-    curves = {dtype: _plain(curve) for dtype, curve in machine.matrix_curves}
     values = {
         "memory_bytes": machine.memory_bytes or None,
         "memory_bandwidth": machine.memory,
         "launch_seconds": machine.launch,
         "matrix_flops": dict(machine.flops),
         "vector_flops": dict(machine.vector_flops) or None,
-        "memory_curve": _plain(machine.memory_curve) if machine.memory_curve else None,
-        **{f"matrix_curves.{dtype}": curve for dtype, curve in curves.items()},
     }
     return {key: value for key, value in values.items() if value is not None}
 
