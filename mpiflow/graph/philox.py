@@ -6,28 +6,39 @@ numpy.random's, whose streams may change between versions, and which cannot star
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
-Words = NDArray[np.uint32]
+import numpy as np
 
 _ROUNDS = 10
-_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
-_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
-_LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
 
 
-def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Four random words for each row of `counter`, both uint32 of shape (n, 4)."""
-    # Words 0 and 2 go through a round alike, and so do 1 and 3: two arrays of shape (2, n).
-    even = np.ascontiguousarray(counter[:, 0::2].T, np.uint64)
-    odd = np.ascontiguousarray(counter[:, 1::2].T, np.uint64)
-    keys = np.array([[word & 0xFFFFFFFF] for word in key], np.uint64)
-    for _ in range(_ROUNDS):
-        product = even * _MULTIPLIERS
-        even = (product >> _HIGH)[::-1] ^ odd ^ keys
-        odd = (product & _LOW)[::-1]
-        keys = (keys + _WEYL) & _LOW
-    words = np.empty(counter.shape, np.uint32)
-    words[:, 0::2], words[:, 1::2] = even.T, odd.T
-    return words
+def philox4x32(counter: Any, key: tuple[int, int], xp: Any = np) -> Any:
+    """Four random words for each row of `counter`, both uint32 of shape (n, 4), of module `xp`."""
+    words = xp.ascontiguousarray(counter.T, xp.uint64)
+    scramble(xp, words, xp.empty((2, len(counter)), xp.uint64), key)
+    return xp.ascontiguousarray(words.T, xp.uint32)
+
+
+def scramble(xp: Any, words: Any, products: Any, key: tuple[int, int]) -> None:
+    """The random words of counters (4, n), in their place; all uint64, `products` being (2, n).
+
+    Nothing is allocated. Words and products are 64 bits wide since the products of a round are.
+    """
+    a, b, c, d = words
+    low, high = products
+    constants = [xp.uint64(number) for number in (*_MULTIPLIERS, _LOW, 32)]
+    m, n, mask, half = constants
+    for number in range(_ROUNDS):
+        k, s = (xp.uint64((key[i] + number * _WEYL[i]) & _LOW) for i in (0, 1))
+        xp.multiply(a, m, out=low)
+        xp.multiply(c, n, out=high)
+        # (a, b, c, d) becomes (high(cn) ^ b ^ k, low(cn), high(am) ^ d ^ s, low(am)).
+        for target, other, product, word in ((a, b, high, k), (c, d, low, s)):
+            xp.bitwise_xor(other, word, out=other)
+            xp.right_shift(product, half, out=target)
+            xp.bitwise_xor(target, other, out=target)
+            xp.bitwise_and(product, mask, out=other)

@@ -74,7 +74,7 @@ class Random(Source):
         counter = xp.zeros((len(index), 4), dtype=xp.uint32)
         counter[:, 0] = index & 0xFFFFFFFF
         counter[:, 1] = index >> 32
-        words = philox4x32(counter, self.key)
+        words = philox4x32(counter, self.key, xp)
         # (word + 0.5) / 2**32 lies strictly between 0 and 1.
         return (words[:, 0] + 0.5) * 2.0**-32, (words[:, 1] + 0.5) * 2.0**-32
 
