@@ -339,7 +339,7 @@ def writing_in_evaluation(f):
 def wrong_layout(f):
     """An operand of a collective in another layout along the axis."""
     for _, task in f.collectives():
-        axis = f.plan.mesh.index(task.axis)
+        axis = f.plan.mesh_of(f.program).index(task.axis)
         for name in (*task.inputs, *task.outputs):
             for sbp in (B, P, Partial("max"), S(0), S(1)):
                 layout = f.tensors[name].layout
@@ -368,8 +368,9 @@ def wrong_collective(f):
 
 def wrong_attribute(f):
     for i, task in f.collectives():
-        for key in task.attributes:
-            changed = {**task.attributes, key: "max" if key == "reduce" else 7}
+        for key, value in task.attributes.items():
+            other = {"sum": "max", "max": "sum"}.get(value, 7)
+            changed = {**task.attributes, key: other}
             yield f"{key} of {task.name}", [task.name], with_task(f.program, i, attributes=changed)
 
 

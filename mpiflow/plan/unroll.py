@@ -146,11 +146,10 @@ class _Unroller:
             return [replace(register, aliases=self._name(register.aliases, 0, -1))]
         copies = []
         for micro in range(self.count):
-            aliases = register.aliases
-            if self._in_time(register.name):
-                aliases = aliases and self._name(aliases, micro, self.loop[register.name])
-            elif micro:
+            if micro and not self._in_time(register.name):
                 aliases = _numbered(register.name, micro - 1)
+            else:
+                aliases = self._name(register.aliases, micro, self.loop[register.name])
             name = _numbered(register.name, micro)
             copies.append(replace(register, name=name, aliases=aliases, micro=micro))
         return copies

@@ -21,7 +21,7 @@ from mpiflow.plan.unroll import ENOUGH, unroll
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
 from mpiflow.plan.verify_memory import check_between, check_memory
 from mpiflow.plan.verify_order import order_of
-from mpiflow.plan.verify_phases import check_phases
+from mpiflow.plan.verify_phases import check_count, check_phases
 
 _STREAMS = {"compute": COMPUTE, "read": READ, "write": WRITE}
 _CHANGING = ("initialise", "train")
@@ -56,6 +56,7 @@ def verify(plan: Plan) -> None:
 
 def _check_program(plan: Plan, program: Program, arena: int) -> None:
     context = f"program {program.name}"
+    check_count(program, context)
     _check_references(plan, program, context)
     _check_streams(program, context)
     _check_producers(program, context)

@@ -10,17 +10,25 @@ from itertools import pairwise
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import B, layout_text
-from mpiflow.plan.records import READ, Program, Register, Task
+from mpiflow.plan.records import READ, WRITE, Program, Register, Task
 from mpiflow.plan.verify_layout import label
 
 GATHERING = ("Accumulate", "Collect")
 """What a loop may write that is there for all micro-batches."""
 
 
+def check_count(program: Program, context: str) -> None:
+    """VerifyError unless the program's rows can be cut into its micro-batches."""
+    count = program.micro_batches
+    if count < 1 or program.rows % count:
+        raise VerifyError(
+            f"{context} has {count} micro-batches, which do not divide its {program.rows} rows"
+        )
+
+
 def check_phases(program: Program, context: str) -> None:
     """VerifyError where a task is in a phase that it cannot be in."""
-    if program.micro_batches < 1:
-        raise VerifyError(f"{context} has {program.micro_batches} micro-batches; 1 is the least")
+    count = program.micro_batches
     micros = {item.name: item.micro for item in program.registers}
     micros |= {item.name: item.micro for item in program.tasks if item.micro}
     for name, micro in micros.items():
@@ -28,20 +36,19 @@ def check_phases(program: Program, context: str) -> None:
             raise VerifyError(
                 f"{context}: {name} is of micro-batch {micro}; a plan lists what all of them do"
             )
+    _check_names(program, context)
     registers = {register.name: register for register in program.registers}
     phases = {task.name: task.phase for task in program.tasks}
     made = {name: task for task in program.tasks for name in task.outputs}
     for task in program.tasks:
-        if program.micro_batches == 1 and task.phase:
-            raise VerifyError(f"{context}: {label(task)} is in phase {task.phase}, but the step"
-                              " has one micro-batch and so one phase")  # fmt: skip
+        _check_kind(task, count, context)
         for name in task.after:
             _in_turn(task, phases[name], name, context)
         for name in task.inputs:
             if name in made and name in registers:
                 _check_input(task, registers[name], made[name], context)
         for name in task.outputs:
-            _check_output(task, registers.get(name), name, context, program.micro_batches)
+            _check_output(task, registers.get(name), name, context, count)
     for stream, order in program.order:
         for first, second in pairwise(order):
             if program.tasks[first].phase > program.tasks[second].phase:
@@ -50,6 +57,29 @@ def check_phases(program: Program, context: str) -> None:
                     f"{context}: stream {stream} fires {a} of a later phase before {b}"
                 )
     _check_read_slots(program, context)
+
+
+def _check_names(program: Program, context: str) -> None:
+    """No name is one that `unroll` gives to a firing or its register."""
+    registers = {register.name for register in program.registers}
+    looped = {task.name for task in program.tasks if task.phase % 2}
+    looped |= {n for task in program.tasks if task.phase % 2 for n in task.outputs} & registers
+    for name in sorted(registers | {task.name for task in program.tasks}):
+        base, _, micro = name.rpartition("#")
+        if base in looped and micro.isdecimal():
+            raise VerifyError(f"{context}: {name} has the name of {base} in a micro-batch")
+
+
+def _check_kind(task: Task, micro_batches: int, context: str) -> None:
+    what = f"{context}: {label(task)}"
+    if micro_batches == 1:
+        if task.phase:
+            raise VerifyError(f"{what} is in phase {task.phase}, but the step has one micro-batch"
+                              " and so one phase")  # fmt: skip
+    elif task.stream == READ and task.phase % 2 == 0:
+        raise VerifyError(f"{what} fires once a step; rows are read for each micro-batch")
+    elif task.stream == WRITE:
+        raise VerifyError(f"{what} stores what a step gives, which must have one micro-batch")
 
 
 def _in_turn(task: Task, phase: int, name: str, context: str) -> None:
@@ -101,10 +131,12 @@ def _check_read_slots(program: Program, context: str) -> None:
     slots = {register.name: register.slots for register in program.registers}
     for read in program.tasks:
         if read.stream == READ:
+            made = set(read.outputs)
+            used = {t.phase for t in program.tasks if not made.isdisjoint(t.inputs)}
             for name in read.outputs:
-                used = {t.phase for t in program.tasks if name in t.inputs}
                 if len(used) > 1 and slots[name] < program.micro_batches:
                     raise VerifyError(
-                        f"{context}: {len(used)} loops use {name}, which has {slots[name]} slots"
-                        f" for {program.micro_batches} micro-batches: the first would wait for ever"
+                        f"{context}: {len(used)} loops use what {label(read)} gives, but {name} has"
+                        f" {slots[name]} slots for {program.micro_batches} micro-batches: the first"
+                        " would wait for ever"
                     )
