@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,7 @@ from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
 from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.sbp import Box, Broadcast
 from mpiflow.plan.protocols import Reader, Writer
-from mpiflow.plan.records import READ, WRITE, Plan, Program, Register
+from mpiflow.plan.records import READ, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.store import digest
 from mpiflow.plan.unroll import folded
 from mpiflow.plan.verify import verify
@@ -182,6 +183,22 @@ class Session:
             ) from error
         bound.fired += 1
         return {name: float(value[()]) for name, value in bound.outputs}
+
+    def timed(self, program: str) -> list[tuple[Task, float]]:
+        """Collective. One step of a program: its kernels in order, and the seconds of each."""
+        bound = self._programs[program]
+        phase = bound.steps[bound.fired % len(bound.steps)]
+        measured: dict[str, tuple[Task, float]] = {}
+        with self.device.quiet():
+            for task, call in zip(phase.tasks, phase.calls, strict=True):
+                began = time.perf_counter()
+                call()
+                seconds = time.perf_counter() - began
+                # After its kernel a task may have one call more, which gives back what it read.
+                if task.kind == "compute":
+                    measured.setdefault(task.name, (task, seconds))
+        bound.fired += 1
+        return list(measured.values())
 
     def save(self, writer: Writer) -> None:
         """Collective. Snapshot all variables; they are stored beside the next steps."""
