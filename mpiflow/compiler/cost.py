@@ -39,11 +39,28 @@ def op_seconds(
     dtypes: tuple[str, ...],
 ) -> float:
     """A kernel of `op` on local shapes: as measured, where the machine knows the op."""
-    flops, nbytes = op.flops(inputs, outputs), compute_bytes(op, inputs, outputs, dtypes)
     kernel = machine.kernels.get(op.name)
     if kernel is None:
+        flops, nbytes = op.flops(inputs, outputs), compute_bytes(op, inputs, outputs, dtypes)
         return compute_seconds(machine, flops, nbytes, dtypes[-1], op.unit)
-    return kernel.seconds + kernel.factor * roofline(machine, flops, nbytes, dtypes[-1], op.unit)
+    return kernel.seconds + kernel.factor * ideal_seconds(machine, op, inputs, outputs, dtypes)
+
+
+def ideal_seconds(
+    machine: Machine,
+    op: Op,
+    inputs: tuple[Shape, ...],
+    outputs: tuple[Shape, ...],
+    dtypes: tuple[str, ...],
+) -> float:
+    """The roofline of the kernel that there is, of which a measured op takes a multiple.
+
+    What it copies besides is counted here and not for ops that were never measured, which may
+    have another kernel where they run.
+    """
+    nbytes = compute_bytes(op, inputs, outputs, dtypes)
+    nbytes += op.copied(inputs, outputs) * itemsize(dtypes[-1])
+    return roofline(machine, op.flops(inputs, outputs), nbytes, dtypes[-1], op.unit)
 
 
 def spread(mesh: Mesh, axis: int, devices_per_node: int) -> tuple[int, int]:

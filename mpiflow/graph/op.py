@@ -123,6 +123,10 @@ class Op:
         """What a kernel reads and writes of its inputs and outputs, for the price."""
         return inputs + outputs
 
+    def copied(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        """Elements that the kernel writes and reads besides, in workspace larger than caches."""
+        return 0
+
     def grad(
         self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], dys: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:

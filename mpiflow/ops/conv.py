@@ -98,6 +98,12 @@ class Convolution(Wide, Windowed):
         w, y = named["w"], named["y"]
         return 2 * prod(w) * y[0] * prod(y[2:])
 
+    def copied(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        """The columns of all windows, written once and read once."""
+        at = self.geometry(*inputs, *outputs)
+        weights = at.groups * at.channels * prod(at.kernel)
+        return 0 if at.pointwise else 2 * weights * at.images * prod(at.windows)
+
     def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         at = self.geometry(*inputs, *outputs)
         way: Any = _way(at)

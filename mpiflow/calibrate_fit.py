@@ -1,0 +1,126 @@
+"""Fits of measured seconds, by least relative squares, robust against single bad figures.
+
+A price that is 10 % wrong is equally bad for 8 bytes and for 64 MiB, so residuals are relative.
+What is fitted is never negative: no message takes less than no time, nor fewer bytes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from mpiflow.compiler.machine import Curve, Piece
+from mpiflow.errors import TaskError
+
+_MOST_PIECES, _FEWEST_POINTS = 3, 3
+_OUTLIER = 0.3
+"""Relative residuals above this count less (Huber 1964)."""
+_WORTH = 0.5
+"""A piece more must bring the loss below this share of it."""
+_USELESS = 0.5
+"""A median relative error above this is no fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How far a fit lies from what was measured: the median and the largest relative error."""
+
+    median: float
+    worst: float
+
+    def __str__(self) -> str:
+        return f"median error {100 * self.median:.0f} %, largest {100 * self.worst:.0f} %"
+
+
+def fit_of(predicted: Sequence[float], measured: Sequence[float]) -> Fit:
+    """The errors of predictions."""
+    errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
+    return Fit(float(np.median(errors)), float(errors.max()))
+
+
+def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """alpha and beta of seconds = alpha + beta amount, neither of them negative."""
+    x, y = np.asarray(amounts, float), np.asarray(seconds, float)
+    weight = np.ones_like(y)
+    alpha, beta = _solve(x, y, weight)
+    for _ in range(10):
+        error = np.abs((alpha + beta * x) / y - 1)
+        weight = np.minimum(1.0, _OUTLIER / np.maximum(error, 1e-12))
+        alpha, beta = _solve(x, y, weight)
+    return alpha, beta
+
+
+def _solve(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """Weighted least squares of (alpha + beta x) / y = 1 over alpha, beta >= 0."""
+    best = (np.inf, 0.0, 0.0)
+    # The least squares of a convex function lies inside, or on an edge: try each.
+    for columns in ((1 / y, x / y), (1 / y, None), (None, x / y)):
+        used = [column for column in columns if column is not None]
+        root = np.sqrt(weight)
+        matrix = np.stack(used, axis=1) * root[:, None]
+        found = np.linalg.lstsq(matrix, root, rcond=None)[0]
+        loss = float(((matrix @ found - root) ** 2).sum())
+        if (found >= 0).all() and loss < best[0]:
+            values = iter(found.tolist())
+            alpha, beta = (next(values) if column is not None else 0.0 for column in columns)
+            best = loss, alpha, beta
+    return best[1], best[2]
+
+
+def fit_curve(what: str, nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[Curve, Fit]:
+    """The pieces, at most three, that describe what was measured at these sizes, which rise.
+
+    TaskError where it makes no sense: more bytes take less time, or the fit misses the figures.
+    """
+    x, y = np.asarray(nbytes, float), np.asarray(seconds, float)
+    chosen = _pieces(x, y, 1)
+    for count in range(2, _MOST_PIECES + 1):
+        more = _pieces(x, y, count)
+        if more is None or chosen is None or more[0] > _WORTH * chosen[0]:
+            break
+        chosen = more
+    assert chosen is not None
+    curve = Curve(chosen[1])
+    fit = fit_of([curve.seconds(n) for n in x], y)
+    if not curve.pieces[0].seconds or not curve.pieces[-1].each or fit.median > _USELESS:
+        rows = zip(x, y, strict=True)
+        table = "".join(f"\n  {n:12,.0f} bytes  {t * 1e6:12.1f} us" for n, t in rows)
+        raise TaskError(
+            f"what was measured of {what} fits no line of latency and bandwidth ({fit}); repeat it"
+            f" when the machine is calmer:{table}"
+        )
+    return curve, fit
+
+
+def _pieces(x: np.ndarray, y: np.ndarray, count: int) -> tuple[float, tuple[Piece, ...]] | None:
+    """The best fit by so many pieces, and its loss; None where there are too few figures."""
+    best: tuple[float, tuple[Piece, ...]] | None = None
+    for cuts in _cuts(len(x), count):
+        found = [_piece(x[a:b], y[a:b], first=a == 0) for a, b in pairwise(cuts)]
+        loss = sum(loss for loss, _ in found)
+        if best is None or loss < best[0]:
+            best = loss, tuple(piece for _, piece in found)
+    return best
+
+
+def _cuts(points: int, count: int) -> list[tuple[int, ...]]:
+    """All ways to divide points in a row into so many runs of three or more."""
+    if count == 1:
+        return [(0, points)] if points >= _FEWEST_POINTS else []
+    return [
+        (*head, points)
+        for last in range(_FEWEST_POINTS * (count - 1), points - _FEWEST_POINTS + 1)
+        for head in _cuts(last, count - 1)
+    ]
+
+
+def _piece(x: np.ndarray, y: np.ndarray, *, first: bool) -> tuple[float, Piece]:
+    """A line over some figures, from the first of them on (from 0, if they are the first)."""
+    start = 0.0 if first else float(x[0])
+    at, each = fit_line(x - start, y)
+    errors = np.minimum(np.abs((at + each * (x - start)) / y - 1), 1.0)
+    loss = np.where(errors < _OUTLIER, errors**2, _OUTLIER * (2 * errors - _OUTLIER))
+    return float(loss.sum()), Piece(start, at, each)

@@ -1,0 +1,195 @@
+"""What this rank's device computes: rates, and the cost of each op in steps of training.
+
+Kernels are called as the engine calls them: ops bound to arrays. The rates (products by dtype, a
+long elementwise chain, additions beyond the caches) make the roofline; each op is then a line over
+it, fitted to its calls in whole steps of small jobs, where caches are as a step leaves them.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpiflow.calibrate_fit import Fit, fit_line, fit_of
+from mpiflow.calibrate_jobs import Drawn, Reference, references
+from mpiflow.compiler.cost import roofline
+from mpiflow.compiler.machine import Kernel, Machine
+from mpiflow.exec.bind import Shard
+from mpiflow.exec.device import Cpu
+from mpiflow.exec.local import LocalWorld
+from mpiflow.exec.session import Session
+from mpiflow.graph.op import OUT, REGISTRY, Op, build_op
+
+_ROUNDS = 5
+_WARM_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 30
+_BEYOND_CACHES = 16 << 20
+"""Bytes of each array whose addition measures memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Operations a second of products and of others by dtype, bytes a second, and a launch."""
+
+    matrix: dict[str, float]
+    vector: dict[str, float]
+    memory: float
+    launch: float
+    fits: dict[str, Fit]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Calls of an op on some shapes: the median seconds, and what a roofline is made of."""
+
+    op: str
+    flops: int
+    nbytes: int
+    dtype: str
+    seconds: float
+
+
+def calm(call: Callable[[], Any], budget: float = 0.05) -> float:
+    """Seconds of a call: the median of the calmest of some rounds that take about `budget`."""
+    call()
+    began = time.perf_counter()
+    call()
+    once = time.perf_counter() - began
+    turns = max(3, min(200, int(budget / _ROUNDS / max(once, 1e-7))))
+    return min(statistics.median(_times(call, turns)) for _ in range(_ROUNDS))
+
+
+def _times(call: Callable[[], Any], turns: int) -> list[float]:
+    times = []
+    for _ in range(turns):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def bound(name: str, *arrays: np.ndarray, **attributes: Any) -> tuple[Callable[[], Any], Op, Any]:
+    """The call of an op on arrays that it is given, the op, and the shapes (inputs, outputs)."""
+    op = build_op(name, attributes)
+    inputs = tuple(array.shape for array in arrays)
+    outputs = op.infer(inputs)
+    dtypes = op.dtypes(tuple(array.dtype.name for array in arrays))
+    outs = tuple(np.empty(s, d) for s, d in zip(outputs, dtypes, strict=True))
+    work = np.empty(op.workspace(inputs, outputs, dtypes[0]), np.uint8)
+    starts: dict[int | str, tuple[int, ...]] = {i: (0,) * len(s) for i, s in enumerate(inputs)}
+    starts[OUT] = (0,) * len(outputs[0])
+    shard = Shard(np, work, starts, True)
+    return op.bind(shard, outs[0] if len(outs) == 1 else outs, *arrays), op, (inputs, outputs)
+
+
+def measure_rates(*, quick: bool) -> Rates:
+    """The rates of this rank, while the other ranks do the same."""
+    small = np.ones(8, np.float32)
+    launch = calm(bound("Add", small, small)[0])
+    large = np.ones(_BEYOND_CACHES // 4, np.float32)
+    addition = calm(bound("Add", large, large)[0], budget=0.3)
+    matrix, vector, fits = {}, {}, {}
+    for dtype in _dtypes():
+        matrix[dtype], fits[f"products in {dtype}"] = _rate(_products(dtype, quick))
+    for dtype in ("float32", "float64"):
+        vector[dtype], fits[f"other operations in {dtype}"] = _rate(_elements(dtype))
+    return Rates(matrix, vector, 3 * large.nbytes / addition, launch, fits)
+
+
+def _rate(points: list[tuple[float, float]]) -> tuple[float, Fit]:
+    """Operations a second, from operations and seconds of calls of some sizes."""
+    flops, seconds = zip(*points, strict=True)
+    alpha, beta = fit_line(flops, seconds)
+    return 1 / max(beta, 1e-18), fit_of([alpha + beta * n for n in flops], seconds)
+
+
+def _dtypes() -> tuple[str, ...]:
+    """The dtypes that products are timed in; NumPy has no bfloat16 of its own."""
+    try:
+        Cpu().dtype("bfloat16")
+    except Exception:
+        return "float32", "float64", "float16"
+    return "float32", "float64", "float16", "bfloat16"
+
+
+def _products(dtype: str, quick: bool) -> list[tuple[float, float]]:
+    return [
+        _point("MatMul", n, n, dtype, 2) for n in ((128, 256) if quick else (96, 192, 384, 512))
+    ]
+
+
+def _elements(dtype: str) -> list[tuple[float, float]]:
+    return [_point("Gelu", n, 512, dtype, 1) for n in (32, 128, 256)]
+
+
+def _point(name: str, rows: int, columns: int, dtype: str, arrays: int) -> tuple[float, float]:
+    given = np.linspace(-1, 1, rows * columns, dtype=np.float32).reshape(rows, columns)
+    call, op, shapes = bound(name, *[given.astype(Cpu().dtype(dtype))] * arrays)
+    return op.flops(*shapes), calm(call)
+
+
+def measure_ops(*, quick: bool) -> list[Call]:
+    """The calls of ops in steps of the reference jobs, on this rank alone."""
+    return [call for job in references(quick=quick) for call in _calls(job, quick)]
+
+
+def _calls(job: Reference, quick: bool) -> list[Call]:
+    plan = job.plan()
+    reader = Drawn(plan)
+    session = Session(plan, LocalWorld(1).transports[0], {"train": reader})
+    session.run("initialise")
+    session.expect("train", range(_MOST_STEPS))
+    times = defaultdict(list)
+    ends = time.perf_counter() + (0.4 if quick else 1.2)
+    gc.collect()
+    for step in range(_MOST_STEPS):
+        for task, seconds in session.timed("train"):
+            if step >= _WARM_STEPS:
+                times[task.name].append((task, seconds))
+        if step >= _WARM_STEPS + _FEWEST_STEPS and time.perf_counter() > ends:
+            break
+    session.forget("train")
+    session.close()
+    program = plan.program("train")
+    assert program is not None
+    tensors = plan.tensors(program)
+    return [
+        Call(
+            task.op, task.flops, task.nbytes, tensors[task.outputs[-1]].dtype,
+            statistics.median(seconds for _, seconds in measured),
+        )
+        for measured in times.values()
+        for task in (measured[0][0],)
+    ]  # fmt: skip
+
+
+def fit_ops(machine: Machine, calls: Sequence[Call]) -> tuple[dict[str, Kernel], dict[str, Fit]]:
+    """Each op as a line over the roofline of the machine's rates, and how good it is."""
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for call in calls:
+        ideal = roofline(machine, call.flops, call.nbytes, call.dtype, REGISTRY[call.op].unit)
+        points[call.op].append((ideal, call.seconds))
+    kernels, fits = {}, {}
+    for op in sorted(points):
+        ideal, seconds = zip(*points[op], strict=True)
+        alpha, beta = _line(ideal, seconds, machine.launch)
+        kernels[op] = Kernel(alpha, beta)
+        fits[op] = fit_of([alpha + beta * x for x in ideal], seconds)
+    return kernels, fits
+
+
+def _line(ideal: Sequence[float], seconds: Sequence[float], launch: float) -> tuple[float, float]:
+    """Seconds of a call and times the roofline; of one size alone, the launch is the usual one."""
+    if max(ideal) > 2 * min(ideal):
+        return fit_line(ideal, seconds)
+    alpha = min(launch, *seconds) if len(seconds) > 1 else min(launch, seconds[0])
+    each = statistics.median(
+        (s - alpha) / x if x else 0.0 for x, s in zip(ideal, seconds, strict=True)
+    )
+    return alpha, each
