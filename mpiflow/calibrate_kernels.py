@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,16 @@ import numpy as np
 
 from mpiflow.calibrate_fit import Fit, fit_line, fit_of
 from mpiflow.calibrate_jobs import Drawn, Reference, references
-from mpiflow.compiler.cost import roofline
+from mpiflow.compiler.cost import ideal_seconds
 from mpiflow.compiler.machine import Kernel, Machine
+from mpiflow.errors import PlanError
 from mpiflow.exec.bind import Shard
 from mpiflow.exec.device import Cpu
 from mpiflow.exec.local import LocalWorld
 from mpiflow.exec.session import Session
-from mpiflow.graph.op import OUT, REGISTRY, Op, build_op
+from mpiflow.graph.op import OUT, Op, build_op
+from mpiflow.graph.rule import Shape
+from mpiflow.plan.records import Register, Task
 
 _ROUNDS = 5
 _WARM_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 30
@@ -46,12 +49,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Calls of an op on some shapes: the median seconds, and what a roofline is made of."""
+    """Calls of an op on some shapes and dtypes, and the seconds of a calm one."""
 
-    op: str
-    flops: int
-    nbytes: int
-    dtype: str
+    op: Op
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
     seconds: float
 
 
@@ -113,7 +116,7 @@ def _dtypes() -> tuple[str, ...]:
     """The dtypes that products are timed in; NumPy has no bfloat16 of its own."""
     try:
         Cpu().dtype("bfloat16")
-    except Exception:
+    except PlanError:
         return "float32", "float64", "float16"
     return "float32", "float64", "float16", "bfloat16"
 
@@ -145,13 +148,15 @@ def _calls(job: Reference, quick: bool) -> list[Call]:
     session = Session(plan, LocalWorld(1).transports[0], {"train": reader})
     session.run("initialise")
     session.expect("train", range(_MOST_STEPS))
-    times = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
+    tasks: dict[str, Task] = {}
     ends = time.perf_counter() + (0.4 if quick else 1.2)
     gc.collect()
     for step in range(_MOST_STEPS):
         for task, seconds in session.timed("train"):
+            tasks[task.name] = task
             if step >= _WARM_STEPS:
-                times[task.name].append((task, seconds))
+                times[task.name].append(seconds)
         if step >= _WARM_STEPS + _FEWEST_STEPS and time.perf_counter() > ends:
             break
     session.forget("train")
@@ -159,22 +164,27 @@ def _calls(job: Reference, quick: bool) -> list[Call]:
     program = plan.program("train")
     assert program is not None
     tensors = plan.tensors(program)
-    return [
-        Call(
-            task.op, task.flops, task.nbytes, tensors[task.outputs[-1]].dtype,
-            statistics.median(seconds for _, seconds in measured),
-        )
-        for measured in times.values()
-        for task in (measured[0][0],)
-    ]  # fmt: skip
+    return [_call(tasks[name], tensors, measured) for name, measured in times.items()]
+
+
+def _call(task: Task, tensors: Mapping[str, Register], seconds: list[float]) -> Call:
+    inputs = tuple(tensors[name] for name in task.inputs)
+    outputs = tuple(tensors[name] for name in task.outputs)
+    return Call(
+        build_op(task.op, task.attributes),
+        tuple(tensor.shape for tensor in inputs),
+        tuple(tensor.shape for tensor in outputs),
+        tuple(tensor.dtype for tensor in (*inputs, *outputs)),
+        statistics.quantiles(seconds, n=4)[0],
+    )
 
 
 def fit_ops(machine: Machine, calls: Sequence[Call]) -> tuple[dict[str, Kernel], dict[str, Fit]]:
     """Each op as a line over the roofline of the machine's rates, and how good it is."""
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for call in calls:
-        ideal = roofline(machine, call.flops, call.nbytes, call.dtype, REGISTRY[call.op].unit)
-        points[call.op].append((ideal, call.seconds))
+        ideal = ideal_seconds(machine, call.op, call.inputs, call.outputs, call.dtypes)
+        points[call.op.name].append((ideal, call.seconds))
     kernels, fits = {}, {}
     for op in sorted(points):
         ideal, seconds = zip(*points[op], strict=True)
@@ -185,11 +195,14 @@ def fit_ops(machine: Machine, calls: Sequence[Call]) -> tuple[dict[str, Kernel],
 
 
 def _line(ideal: Sequence[float], seconds: Sequence[float], launch: float) -> tuple[float, float]:
-    """Seconds of a call and times the roofline; of one size alone, the launch is the usual one."""
+    """Seconds of a call, and times the roofline.
+
+    Where all calls are of about one size, that cannot be told apart: then it is all by the call
+    if the roofline is below a launch, and all above a launch by the roofline otherwise.
+    """
     if max(ideal) > 2 * min(ideal):
         return fit_line(ideal, seconds)
-    alpha = min(launch, *seconds) if len(seconds) > 1 else min(launch, seconds[0])
-    each = statistics.median(
-        (s - alpha) / x if x else 0.0 for x, s in zip(ideal, seconds, strict=True)
-    )
-    return alpha, each
+    middle, usual = statistics.median(ideal), statistics.median(seconds)
+    if middle < launch:
+        return max(usual - middle, 0.0), 1.0
+    return min(launch, usual), max(usual - launch, 0.0) / middle
