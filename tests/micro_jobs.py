@@ -10,7 +10,7 @@ import mpiflow as mf
 from mpiflow import nn
 from mpiflow.graph.sbp import S
 
-STEPS, LENGTH, WORDS = 8, 4, 13
+STEPS, LENGTH, WORDS = 6, 4, 13
 
 
 @cache

@@ -1,7 +1,9 @@
 """Steps that have warmed up keep nothing, and allocate nothing of the size of an activation."""
 
 import tracemalloc
+from dataclasses import replace
 
+import jobs
 import pytest
 from jobs import classifier_plan, compile_for, on_ranks, readers_of
 
@@ -34,13 +36,22 @@ def classifier():
     return classifier_plan("data=1", width=256)
 
 
+def micro_batches():
+    """The same arrays, four times a step."""
+    job = replace(jobs.classifier(512, width=256), micro_batches=4, evaluate=None)
+    return compile_for("data=1", job)
+
+
 CASES = [
     (classifier, 50, 50_000),  # the test's own reader, and the outputs
     (lambda: compile_for("data=1", images(), features=576), 15, 150_000),  # and NumPy's buffers
+    (micro_batches, 15, 50_000),
 ]
 
 
-@pytest.mark.parametrize(("plan", "window", "limit"), CASES, ids=["classifier", "images"])
+@pytest.mark.parametrize(
+    ("plan", "window", "limit"), CASES, ids=["classifier", "images", "micro_batches"]
+)
 def test_steady_steps_allocate_no_array(plan, window, limit):
     made = plan()
     warm = window + 10

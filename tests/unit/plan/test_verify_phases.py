@@ -222,7 +222,7 @@ def test_parts_of_another_length_than_the_batch_are_refused():
 
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_every_kind_of_fault_is_refused_in_micro_batches_too(kind):
-    for mutant in mutants(plan_of(MESHES[1]), 3, kinds=[kind]):
+    for mutant in mutants(plan_of(MESHES[1]), 2, kinds=[kind]):
         with pytest.raises(MpiflowError) as caught:
             verify(mutant.plan)
         assert any(name in str(caught.value) for name in mutant.names), mutant.what
