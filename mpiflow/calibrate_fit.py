@@ -6,11 +6,11 @@ What is fitted is never negative: no message takes less than no time, nor fewer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mpiflow.compiler.machine import Curve, Piece
 from mpiflow.errors import TaskError
@@ -35,13 +35,13 @@ class Fit:
         return f"median error {100 * self.median:.0f} %, largest {100 * self.worst:.0f} %"
 
 
-def fit_of(predicted: Sequence[float], measured: Sequence[float]) -> Fit:
+def fit_of(predicted: ArrayLike, measured: ArrayLike) -> Fit:
     """The errors of predictions."""
     errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
     return Fit(float(np.median(errors)), float(errors.max()))
 
 
-def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_line(amounts: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """alpha and beta of seconds = alpha + beta amount, neither of them negative."""
     x, y = np.asarray(amounts, float), np.asarray(seconds, float)
     weight = np.ones_like(y)
@@ -70,12 +70,14 @@ def _solve(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, flo
     return best[1], best[2]
 
 
-def fit_curve(what: str, nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[Curve, Fit]:
+def fit_curve(what: str, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[Curve, Fit]:
     """The pieces, at most three, that describe what was measured at these sizes, which rise.
 
-    TaskError where it makes no sense: more bytes take less time, or the fit misses the figures.
+    Where more bytes took less time, the fewer were disturbed: they count as the more. TaskError
+    where it makes no sense: no latency, no bandwidth, or most figures far from the fit.
     """
-    x, y = np.asarray(nbytes, float), np.asarray(seconds, float)
+    x, measured = np.asarray(nbytes, float), np.asarray(seconds, float)
+    y = np.minimum.accumulate(measured[::-1])[::-1]
     chosen = _pieces(x, y, 1)
     for count in range(2, _MOST_PIECES + 1):
         more = _pieces(x, y, count)
@@ -84,9 +86,9 @@ def fit_curve(what: str, nbytes: Sequence[float], seconds: Sequence[float]) -> t
         chosen = more
     assert chosen is not None
     curve = Curve(chosen[1])
-    fit = fit_of([curve.seconds(n) for n in x], y)
+    fit = fit_of([curve.seconds(n) for n in x], measured)
     if not curve.pieces[0].seconds or not curve.pieces[-1].each or fit.median > _USELESS:
-        rows = zip(x, y, strict=True)
+        rows = zip(x, measured, strict=True)
         table = "".join(f"\n  {n:12,.0f} bytes  {t * 1e6:12.1f} us" for n, t in rows)
         raise TaskError(
             f"what was measured of {what} fits no line of latency and bandwidth ({fit}); repeat it"

@@ -7,7 +7,7 @@ or operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,7 @@ class Drawn:
         self._limits = dict(zip(attributes["fields"], limits, strict=True))
         self._random = np.random.default_rng(0)
 
-    def read(self, step: int, rows: tuple[int, int], out: dict[str, Any]) -> None:
+    def read(self, step: int, rows: tuple[int, int], out: Mapping[str, Any]) -> None:
         """Fill `out`."""
         for name, array in out.items():
             if array.dtype.kind == "f":

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from mpiflow.graph.op import OUT, Op, build_op
 from mpiflow.graph.rule import Shape
 from mpiflow.plan.records import Register, Task
 
-_ROUNDS = 5
+_TURNS, _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 3, 40
 _WARM_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 30
 _BEYOND_CACHES = 16 << 20
 """Bytes of each array whose addition measures memory."""
@@ -45,6 +45,16 @@ class Rates:
     memory: float
     launch: float
     fits: dict[str, Fit]
+
+    def plain(self) -> list[float]:
+        """The figures, as JSON has them."""
+        return [*self.matrix.values(), *self.vector.values(), self.memory, self.launch]
+
+    def over_ranks(self, figures: Sequence[Sequence[float]]) -> Rates:
+        """The medians of the figures of all ranks."""
+        values = iter([statistics.median(column) for column in zip(*figures, strict=True)])
+        matrix, vector = ({k: next(values) for k in rates} for rates in (self.matrix, self.vector))
+        return replace(self, matrix=matrix, vector=vector, memory=next(values), launch=next(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +74,13 @@ def calm(call: Callable[[], Any], budget: float = 0.05) -> float:
     began = time.perf_counter()
     call()
     once = time.perf_counter() - began
-    turns = max(3, min(200, int(budget / _ROUNDS / max(once, 1e-7))))
-    return min(statistics.median(_times(call, turns)) for _ in range(_ROUNDS))
+    rounds = min(max(int(budget / _TURNS / max(once, 1e-7)), _FEWEST_ROUNDS), _MOST_ROUNDS)
+    return min(statistics.median(_times(call)) for _ in range(rounds))
 
 
-def _times(call: Callable[[], Any], turns: int) -> list[float]:
+def _times(call: Callable[[], Any]) -> list[float]:
     times = []
-    for _ in range(turns):
+    for _ in range(_TURNS):
         began = time.perf_counter()
         call()
         times.append(time.perf_counter() - began)
@@ -179,19 +189,19 @@ def _call(task: Task, tensors: Mapping[str, Register], seconds: list[float]) -> 
     )
 
 
-def fit_ops(machine: Machine, calls: Sequence[Call]) -> tuple[dict[str, Kernel], dict[str, Fit]]:
-    """Each op as a line over the roofline of the machine's rates, and how good it is."""
+def fit_ops(machine: Machine, calls: Sequence[Call]) -> tuple[dict[str, Kernel], Fit]:
+    """Each op as a line over the roofline of the machine's rates, and how good they are."""
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for call in calls:
         ideal = ideal_seconds(machine, call.op, call.inputs, call.outputs, call.dtypes)
         points[call.op.name].append((ideal, call.seconds))
-    kernels, fits = {}, {}
+    kernels: dict[str, Kernel] = {}
+    predicted: list[float] = []
     for op in sorted(points):
-        ideal, seconds = zip(*points[op], strict=True)
-        alpha, beta = _line(ideal, seconds, machine.launch)
-        kernels[op] = Kernel(alpha, beta)
-        fits[op] = fit_of([alpha + beta * x for x in ideal], seconds)
-    return kernels, fits
+        ideals, seconds = [x for x, _ in points[op]], [s for _, s in points[op]]
+        kernels[op] = Kernel(*_line(ideals, seconds, machine.launch))
+        predicted += [kernels[op].seconds + kernels[op].factor * x for x in ideals]
+    return kernels, fit_of(predicted, [s for op in sorted(points) for _, s in points[op]])
 
 
 def _line(ideal: Sequence[float], seconds: Sequence[float], launch: float) -> tuple[float, float]:

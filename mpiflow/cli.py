@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NoReturn
 
-from mpiflow import commands, data_commands, weight_commands
+from mpiflow import calibrate_commands, commands, data_commands, weight_commands
 from mpiflow.errors import MpiflowError, UsageError
 from mpiflow.version import __version__
 
@@ -186,6 +186,12 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
         _argument("--outputs", default="", metavar="NAME,...",
                   help="default: all that have a value for each row"),
         _NAMES, _argument("--overwrite", action="store_true", help="replace FILE.h5"))),
+    (calibrate_commands.calibrate, (
+        _argument("-o", "--output", required=True, metavar="FILE.toml"),
+        _argument("--quick", action="store_true", help="fewer sizes and ops, in less time"),
+        _argument("--data", metavar="FOLDER",
+                  help="measure reading there, not from the system's cache"),
+        _argument("--name", metavar="NAME", help="of the machine (default: that of the file)"))),
     (commands.doctor, (_JSON,)),
 )  # fmt: skip
 

@@ -198,7 +198,7 @@ def _plain(curve: Curve) -> list[list[float]]:
 
 
 def _section(name: str, values: dict[str, Any], remark: str) -> str:
-    lines = [f"# {line}" for line in remark.splitlines()]
+    lines = [f"# {line}".rstrip() for line in remark.splitlines()]
     lines += [f"[{name}]"] if name else []
     return "\n".join((*lines, *(f"{key} = {_text(value)}" for key, value in values.items()), ""))
 

@@ -1,0 +1,239 @@
+"""Calibrate: measure a machine on the ranks that were started, and describe it in a file.
+
+rates and ops     calibrate_kernels    every rank at once, the median over ranks
+links             calibrate_links      every collective by size, within a host and between
+storage           calibrate_storage    the reader of training, every rank at once
+fits              calibrate_fit        lines and curves, and how good they are
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpiflow.calibrate_fit import Fit
+from mpiflow.calibrate_kernels import Call, Rates, fit_ops, measure_ops, measure_rates
+from mpiflow.calibrate_links import Series, fit_link, hosts_of, measure_links
+from mpiflow.calibrate_storage import fit_storage, time_reads, write_rows
+from mpiflow.compiler.machine import Link, Machine, find_machine
+from mpiflow.compiler.machinefile import to_toml
+from mpiflow.exec.device import Cpu
+from mpiflow.exec.transport import Transport
+from mpiflow.plan.text import size_text, time_text
+from mpiflow.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to calibrate; `data` is the folder whose storage is measured, None for a cached file."""
+
+    name: str
+    quick: bool = False
+    data: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured, what was found, and how good the fit is."""
+
+    what: str
+    found: str
+    fit: Fit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The machine, its file, and the table of what was measured."""
+
+    machine: Machine
+    text: str
+    rows: tuple[Row, ...]
+    remarks: tuple[str, ...]
+
+
+def calibrate(transport: Transport, options: Options) -> Report | None:
+    """Collective. Measure; gives rank 0 the report, the others None.
+
+    TaskError on all ranks where a figure makes no sense.
+    """
+    base = Cpu().process_bytes()
+    hosts = hosts_of(transport)
+    _meet(transport)
+    rates = measure_rates(quick=options.quick)
+    _meet(transport)
+    calls = measure_ops(quick=options.quick)
+    links = measure_links(transport, hosts, quick=options.quick)
+    reads = _measure_reads(transport, hosts, options)
+    mine = [base, rates.plain(), [call.seconds for call in calls], reads]
+    gathered = transport.gather(json.dumps(mine).encode())
+    reports: list[Report] = []
+
+    def describe() -> None:
+        ranks = [json.loads(data) for data in gathered or ()]
+        bases, theirs, seconds, points = zip(*ranks, strict=True)
+        measured = _Measured(
+            base=max(bases),
+            rates=rates.over_ranks(theirs),
+            calls=_over_ranks(calls, seconds),
+            links=links,
+            reads=[(n, statistics.median(t)) for (n, *t) in _columns(points)],
+        )
+        reports.append(_report(measured, hosts, options))
+
+    transport.on_root(describe)
+    return reports[0] if reports else None
+
+
+def _meet(transport: Transport) -> None:
+    """Collective. Begin together, so that what ranks share is shared while it is measured."""
+    transport.barrier().wait(transport.check)
+
+
+def _over_ranks(calls: Sequence[Call], seconds: Sequence[Sequence[float]]) -> list[Call]:
+    return [
+        replace(call, seconds=statistics.median(values))
+        for call, values in zip(calls, zip(*seconds, strict=True), strict=True)
+    ]
+
+
+def _columns(points: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
+    """Bytes of each batch, and the seconds of every rank."""
+    return [
+        (rank_points[0][0], *(seconds for _, seconds in rank_points))
+        for rank_points in zip(*points, strict=True)
+    ]
+
+
+def _measure_reads(
+    transport: Transport, hosts: Sequence[Sequence[int]], options: Options
+) -> list[tuple[float, float]]:
+    """Collective. Read files that rank 0 wrote into the folder, or one rank of each host here."""
+    home = next(ranks for ranks in hosts if transport.rank in ranks)
+    writer = 0 if options.data else home[0]
+    with ExitStack() as stack:
+        path = ""
+        if transport.rank == writer:
+            made = tempfile.TemporaryDirectory(prefix="mpiflow-calibrate-", dir=options.data)
+            path = stack.enter_context(made)
+            write_rows(Path(path), quick=options.quick)
+        folder = Path(transport.all_gather(path.encode())[writer].decode())
+        points = time_reads(folder, forget=options.data is not None)
+        _meet(transport)  # before the writer removes the files
+    return points
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What all ranks measured, the median over them; `base` is the largest."""
+
+    base: int
+    rates: Rates
+    calls: list[Call]
+    links: Mapping[str, Sequence[Series]]
+    reads: list[tuple[float, float]]
+
+
+def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Options) -> Report:
+    rates, storage = measured.rates, fit_storage(measured.reads)
+    levels = {level: fit_link(level, s) for level, s in measured.links.items() if s}
+    guess = find_machine("cpu").inner
+    inner = levels["inner"][0] if "inner" in levels else guess
+    several = len(hosts) > 1
+    bare = Machine(
+        name=options.name,
+        devices_per_node=max(map(len, hosts)) if several else 0,
+        flops=tuple(rates.matrix.items()),
+        vector_flops=tuple(rates.vector.items()),
+        memory=rates.memory,
+        launch=rates.launch,
+        inner=inner,
+        outer=levels["outer"][0] if several else inner,
+        storage=storage.bandwidth,
+        read_latency=storage.latency,
+        process_bytes=measured.base,
+    )
+    kernels, op_fit = fit_ops(bare, measured.calls)
+    machine = replace(bare, kernels=kernels)
+    remarks = _remarks(hosts, levels, options)
+    rows = (
+        *_rate_rows(rates),
+        Row("ops", f"{len(kernels)} of them, over {len(measured.calls)} kernels", op_fit),
+        *(row for level, (link, fits) in levels.items() for row in _link_rows(level, link, fits)),
+        Row("reading", _port_text(storage.latency, storage.bandwidth), storage.fit),
+        Row("a rank's process", size_text(measured.base)),
+    )
+    return Report(machine, _file(machine, rows, remarks, options), rows, remarks)
+
+
+def _remarks(
+    hosts: Sequence[Sequence[int]], levels: Mapping[str, Any], options: Options
+) -> tuple[str, ...]:
+    """What the file does not know."""
+    remarks = []
+    if len(hosts) == 1:
+        remarks.append(
+            "one host: what joins several is not known, and they are priced as if they were one;"
+            " calibrate on ranks of two hosts, or set devices_per_node and [links.outer]"
+        )
+    if "inner" not in levels:
+        remarks.append(
+            "no host has two ranks: links within a host are not measured, but those of the built-in"
+            " machine cpu; calibrate on two ranks of a host"
+        )
+    if options.data is None:
+        remarks.append(
+            "reading was measured on files in the system's cache; --data FOLDER measures storage"
+        )
+    return tuple(remarks)
+
+
+def _rate_rows(rates: Rates) -> list[Row]:
+    matrix = [(f"products in {dtype}", rate) for dtype, rate in rates.matrix.items()]
+    vector = [(f"other operations in {dtype}", rate) for dtype, rate in rates.vector.items()]
+    return [
+        *(
+            Row(what, f"{rate / 1e9:.3g} GFLOP/s", rates.fits[what])
+            for what, rate in matrix + vector
+        ),
+        Row("memory", f"{rates.memory / 1e9:.3g} GB/s"),
+        Row("launch of a kernel", time_text(rates.launch)),
+    ]
+
+
+def _link_rows(level: str, link: Link, fits: Mapping[str, Fit]) -> list[Row]:
+    found = {f"messages, {level}": _port_text(link.latency, link.bandwidth)}
+    for one in link.measured:
+        last = one.curve.pieces[-1]
+        text = f"{time_text(one.curve.pieces[0].seconds)} + n / {1e-9 / last.each:.3g} GB/s"
+        found[f"{one.kind} on {one.members} ranks, {level}"] = text
+    return [Row(what, text, fits[what]) for what, text in found.items()]
+
+
+def _port_text(latency: float, bandwidth: float) -> str:
+    return f"{time_text(latency)} + n / {bandwidth / 1e9:.3g} GB/s"
+
+
+def _file(machine: Machine, rows: Sequence[Row], remarks: Sequence[str], options: Options) -> str:
+    """The TOML text, with what was measured and how well it fits as comments at its head."""
+    how = "mpiflow calibrate --quick" if options.quick else "mpiflow calibrate"
+    head = [f"Made by {how}, mpiflow {__version__}."]
+    head += [
+        part
+        for remark in remarks
+        for part in textwrap.wrap(f"{remark[0].upper()}{remark[1:]}.", 97)
+    ]
+    return to_toml(machine, {"": "\n".join([*head, "", *table(rows)])})
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines: what, figure, errors of the fit."""
+    width = max(len(row.what) for row in rows)
+    wide = max(len(row.found) for row in rows)
+    return [f"{row.what:{width}}  {row.found:{wide}}  {row.fit or ''}".rstrip() for row in rows]

@@ -1,0 +1,143 @@
+"""What joins the ranks: messages and collectives by size, as the plans' groups do them.
+
+    inner    ranks of one host: pairs of neighbours, and all of a host
+    outer    a rank of each host: the first ones together, the second ones, and so on
+
+All groups of a level are at work at once, as they are in a step, so that what they share is shared.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpiflow.calibrate_fit import Fit, fit_curve, fit_line, fit_of
+from mpiflow.compiler.machine import Link, Measured
+from mpiflow.errors import TaskError
+from mpiflow.exec.transport import Group, Start, Transport
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES = tuple(8 << 3 * i for i in range(8)) + (64 << 20,)
+"""Bytes of the tensor that the members hold together: 8 B to 64 MiB."""
+QUICK_SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
+_TURNS, _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 3, 40
+_BUDGET_SECONDS = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Seconds of a collective on groups of some ranks by bytes, the median over all ranks."""
+
+    kind: str
+    members: int
+    nbytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+def hosts_of(transport: Transport) -> list[list[int]]:
+    """Collective. The ranks of each host, hosts in the order of their first ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(transport.all_gather(transport.host.encode())):
+        ranks.setdefault(host.decode(), []).append(rank)
+    return list(ranks.values())
+
+
+def partitions(hosts: Sequence[Sequence[int]]) -> dict[str, list[list[list[int]]]]:
+    """By level, the ways to divide all ranks into groups that are measured.
+
+    The first group is the one that counts; ranks without partners are groups of their own.
+    """
+    most = max(map(len, hosts))
+    pairs = [list(ranks[i : i + 2]) for ranks in hosts for i in range(0, len(ranks), 2)]
+    inner = [pairs] if most > 1 else []
+    inner += [[list(ranks) for ranks in hosts]] if most > 2 else []
+    across = [[ranks[i] for ranks in hosts if i < len(ranks)] for i in range(most)]
+    outer = [[row[i : i + 2] for row in across for i in range(0, len(row), 2)]]
+    outer += [across] if len(hosts) > 2 else []
+    return {"inner": inner, "outer": outer if len(hosts) > 1 else []}
+
+
+def measure_links(
+    transport: Transport, hosts: Sequence[Sequence[int]], *, quick: bool
+) -> dict[str, list[Series]]:
+    """Collective. By level, every collective on groups of two ranks and of all."""
+    sizes = QUICK_SIZES if quick else SIZES
+    found: dict[str, list[Series]] = {}
+    for level, ways in partitions(hosts).items():
+        found[level] = []
+        for number, way in enumerate(ways):
+            members = next(group for group in way if transport.rank in group)
+            group = transport.group(tuple(members), f"calibrate {level} {number}")
+            for kind in KINDS:
+                seconds = [_time(transport, group, kind, nbytes, quick) for nbytes in sizes]
+                found[level].append(Series(kind, max(map(len, way)), sizes, tuple(seconds)))
+    return found
+
+
+def _time(transport: Transport, group: Group, kind: str, nbytes: int, quick: bool) -> float:
+    """Collective. The median seconds of the calmest of some rounds, the median over ranks."""
+    start = _bind(group, kind, nbytes)
+    slowest = max(_everyone(transport, _round(transport, start)))
+    budget = _BUDGET_SECONDS / (3 if quick else 1)
+    rounds = int(budget / _TURNS / max(slowest, 1e-6))
+    rounds = min(max(rounds, _FEWEST_ROUNDS), _MOST_ROUNDS)
+    calmest = min(_round(transport, start) for _ in range(rounds))
+    waited = [t for t in _everyone(transport, calmest if group.size > 1 else 0.0) if t]
+    return statistics.median(waited)
+
+
+def _round(transport: Transport, start: Start) -> float:
+    transport.barrier().wait(transport.check)
+    times = []
+    for _ in range(_TURNS):
+        began = time.perf_counter()
+        start().wait(transport.check)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _everyone(transport: Transport, seconds: float) -> list[float]:
+    return [json.loads(data) for data in transport.all_gather(json.dumps(seconds).encode())]
+
+
+def _bind(group: Group, kind: str, nbytes: int) -> Start:
+    """Collective. A collective on a float32 tensor of so many bytes, or the next that is whole."""
+    part = max(1, round(nbytes / 4 / group.size))
+    counts = [part] * group.size
+    whole, own = np.full(part * group.size, 0.0, np.float32), np.full(part, 0.0, np.float32)
+    match kind:
+        case "all_reduce":
+            return group.bind_all_reduce(whole)
+        case "all_gather":
+            return group.bind_all_gather(own, whole, counts)
+        case "reduce_scatter":
+            return group.bind_reduce_scatter(whole, own, counts)
+    piece = [max(1, part // group.size)] * group.size
+    sent, received = (np.full(sum(piece), 0.0, np.float32) for _ in range(2))
+    return group.bind_all_to_all(sent, piece, received, piece)
+
+
+def fit_link(level: str, series: Sequence[Series]) -> tuple[Link, dict[str, Fit]]:
+    """A link of what was measured on it, and how good the fits are."""
+    fits: dict[str, Fit] = {}
+    measured = []
+    for one in series:
+        name = f"{one.kind} on {one.members} ranks, {level}"
+        curve, fits[name] = fit_curve(name, one.nbytes, one.seconds)
+        measured.append(Measured(one.kind, one.members, curve))
+    # Between two ranks an exchange is a message each way, of a quarter of what the tensor has.
+    pair = next(one for one in series if one.kind == "all_to_all" and one.members == 2)
+    messages = [nbytes / 4 for nbytes in pair.nbytes]
+    alpha, beta = fit_line(messages, pair.seconds)
+    if not alpha or not beta:
+        raise TaskError(
+            f"messages between two ranks, {level}: no latency and bandwidth fit what was measured,"
+            f" {list(pair.seconds)} s for {messages} bytes; repeat it when the machine is calmer"
+        )
+    fits[f"messages, {level}"] = fit_of([alpha + beta * n for n in messages], pair.seconds)
+    return replace(Link(alpha, 1 / beta), measured=tuple(measured)), fits
