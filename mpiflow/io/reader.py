@@ -51,20 +51,28 @@ _ORDER_BYTES = 48
 _CHUNK_BYTES, _TABLE_BYTES = 72, 20
 
 
-def _lanes(dataset: DataSet, spans: Sequence[Span]) -> int:
+def _together(dataset: DataSet, spans: Sequence[Span]) -> list[Span]:
+    """The rows of each batch that are held in one block: a shuffled set is read by whole lanes."""
     if not dataset.shuffle:
-        return len(spans)
-    return sum(len(lanes_of(dataset, *span)) for span in spans)
+        return list(spans)
+    joined: list[Span] = []
+    for lanes in sorted(lanes_of(dataset, *span) for span in spans if span[0] < span[1]):
+        start, stop = lanes[0][0], lanes[-1][1]
+        if joined and start < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _lanes(dataset: DataSet, spans: Sequence[Span]) -> int:
+    held = _together(dataset, spans)
+    return sum(len(lanes_of(dataset, *span)) for span in held) if dataset.shuffle else len(held)
 
 
 def _block_rows(dataset: DataSet, spans: Sequence[Span]) -> int:
     """The rows of the blocks that hold these spans of each batch."""
-    rows = 0
-    for start, stop in spans:
-        if dataset.shuffle and start < stop:
-            lanes = lanes_of(dataset, start, stop)
-            start, stop = lanes[0][0], lanes[-1][1]
-        rows += stop - start
+    rows = sum(stop - start for start, stop in _together(dataset, spans))
     return steps_per_block(dataset) * rows
 
 
@@ -141,8 +149,10 @@ class DatasetReader:
         self._keeps_all = _keeps_all(dataset, spans)
         self._loaded = np.zeros(len(self._sampler.first), bool)
         kept = self._arrays(dataset.rows if self._keeps_all else 0)
-        self._spans = list(spans)
-        self._blocks = [_Blocks(_new_window(kept), _new_window(self._arrays(0))) for _ in spans]
+        self._spans = _together(dataset, spans) or [(0, 0)]
+        self._blocks = [
+            _Blocks(_new_window(kept), _new_window(self._arrays(0))) for _ in self._spans
+        ]
         self._tails: dict[tuple[int, int], NDArray[Any]] = {}
         self._most_tails = len(dataset.fields) * _lanes(dataset, spans)
         self.decoded_bytes = 0
@@ -163,8 +173,12 @@ class DatasetReader:
         epoch, batch = self._position(step, start, stop)
         if start == stop:
             return
-        blocks = self._blocks_of(start, stop)
-        self._open(blocks, epoch, batch, start, stop)
+        number = self._number(start, stop)
+        blocks = self._blocks[number or 0]
+        if number is None or not self.dataset.shuffle:
+            self._open(blocks, epoch, batch, start, stop)
+        else:
+            self._open(blocks, epoch, batch, *self._spans[number])
         window = blocks.window
         places = window.places[batch - window.steps.start, start - window.low : stop - window.low]
         for number, field in enumerate(self.dataset.fields):
@@ -174,10 +188,10 @@ class DatasetReader:
                 window.arrays[number].take(places, axis=0, out=array, mode="clip")
         self._read_ahead(blocks, batch)
 
-    def _blocks_of(self, start: int, stop: int) -> _Blocks:
-        """The blocks of the span that rows [start, stop) lie in, or of the first."""
+    def _number(self, start: int, stop: int) -> int | None:
+        """The number of the span that rows [start, stop) lie in."""
         within = (i for i, (a, b) in enumerate(self._spans) if a <= start and stop <= b)
-        return self._blocks[next(within, 0)]
+        return next(within, None)
 
     def describe(self, step: int, row: int) -> str:
         """Where row `row` of batch `step` is stored: file and row."""

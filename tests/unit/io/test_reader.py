@@ -359,3 +359,76 @@ def test_a_file_of_another_length_is_refused(tmp_path):
     reader = open_reader(replace(data, shards=shards), tmp_path)
     with pytest.raises(DataError, match="has 13 rows; the plan says 12"):
         read(reader, 0)
+
+
+def turns(batch, micro_batches, ranks=1, rank=0):
+    """The rows of each batch that a rank reads in so many micro-batches."""
+    rows = batch // micro_batches
+    part = span(rows, ranks, rank)
+    return [(k * rows + part[0], k * rows + part[1]) for k in range(micro_batches)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("micro_batches", [2, 3, 6])
+def test_spans_in_turn_give_the_rows_of_the_batch(tmp_path, micro_batches, shuffle):
+    save(tmp_path, {"y": column()}, 4, compression="gzip")
+    data = look(tmp_path, batch=6, lanes=4, shuffle=shuffle)
+    spans = [turns(6, micro_batches, 2, rank) for rank in range(2)]
+    readers = [open_reader(data, tmp_path, spans=each) for each in spans]
+    for step in range(2 * steps_per_epoch(data)):
+        for mine in zip(*spans, strict=True):
+            for reader, (start, stop) in zip(readers, mine, strict=True):
+                wanted = batch_rows(data, *divmod(step, steps_per_epoch(data)), start, stop)
+                assert np.array_equal(read(reader, step, (start, stop))["y"], wanted)
+
+
+@pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 1), (10, 1), (4, 3), (10, 3)])
+def test_spans_of_the_same_lanes_are_read_together(tmp_path, micro_batches, ranks):
+    """Each chunk once an epoch by each rank that has rows of its lane, and in bounded memory."""
+    large(tmp_path, compression="gzip")
+    data = look(tmp_path, batch=40, lanes=4, window=5)
+    for rank in range(ranks):
+        spans = turns(40, micro_batches, ranks, rank)
+        bound = cache_bytes(data, *spans)
+        assert bound <= cache_bytes(data, (0, 40))
+        reader = open_reader(data, tmp_path, spans=spans)
+        for step in range(2 * steps_per_epoch(data)):
+            for rows in spans:
+                read(reader, step, rows)
+                assert reader.held_bytes <= bound
+        ahead = 4 * steps_per_block(data) * 40 / 4
+        assert reader.decoded_bytes // 32 <= 2 * (80 + 4) * 50 + ahead + 4 * 50
+
+
+@pytest.mark.parametrize("micro_batches", [3, 11])
+def test_spans_in_order_decode_each_row_once(tmp_path, micro_batches):
+    large(tmp_path, compression="gzip")
+    data = look(tmp_path, batch=33, shuffle=False)
+    spans = turns(33, micro_batches)
+    reader, bound = open_reader(data, tmp_path, spans=spans), cache_bytes(data, *spans)
+    for step in range(steps_per_epoch(data)):
+        for rows in spans:
+            read(reader, step, rows)
+            assert reader.held_bytes <= bound
+    assert reader.decoded_bytes == -(-steps_per_epoch(data) * 33 // 50) * 50 * 32
+
+
+def test_a_small_set_is_kept_once_for_all_spans(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "_SMALL_BYTES", 4000 * 32)
+    large(tmp_path)
+    data = look(tmp_path, batch=40, lanes=4, window=2)
+    spans = turns(40, 8, 2, 1)
+    reader = open_reader(data, tmp_path, spans=spans)
+    for step in range(3 * steps_per_epoch(data)):
+        for rows in spans:
+            read(reader, step, rows)
+    assert reader.held_bytes == 4000 * 32
+    assert reader.decoded_bytes <= 4000 * 32
+
+
+def test_other_spans_than_those_announced_are_read_all_the_same(tmp_path):
+    save(tmp_path, {"y": column()}, 4)
+    data = look(tmp_path, batch=6, lanes=3)
+    reader = open_reader(data, tmp_path, spans=[(0, 2), (3, 5)])
+    for rows in [(0, 6), (0, 2), (1, 4), (4, 4), (3, 5), (5, 6)]:
+        assert np.array_equal(read(reader, 1, rows)["y"], batch_rows(data, 0, 1, *rows))
