@@ -9,10 +9,12 @@ All groups of a level are at work at once, as they are in a step, so that what t
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,8 +27,10 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = tuple(8 << 3 * i for i in range(8)) + (64 << 20,)
 """Bytes of the tensor that the members hold together: 8 B to 64 MiB."""
 QUICK_SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-_TURNS, _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 3, 40
-_BUDGET_SECONDS = 0.15
+_TURNS, _MOST_ROUNDS = 5, 20
+_SWEEP_SECONDS = 0.03
+"""What the calls of one size may take in a sweep, if more than one round fits."""
+_FEWEST_SWEEPS, _MOST_SWEEPS = 2, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +77,41 @@ def measure_links(
         for number, way in enumerate(ways):
             members = next(group for group in way if transport.rank in group)
             group = transport.group(tuple(members), f"calibrate {level} {number}")
-            for kind in KINDS:
-                seconds = [_time(transport, group, kind, nbytes, quick) for nbytes in sizes]
-                found[level].append(Series(kind, max(map(len, way)), sizes, tuple(seconds)))
+            most = max(map(len, way))
+            found[level] += [_series(transport, group, kind, most, sizes) for kind in KINDS]
     return found
 
 
-def _time(transport: Transport, group: Group, kind: str, nbytes: int, quick: bool) -> float:
+def _series(
+    transport: Transport, group: Group, kind: str, members: int, sizes: Sequence[int]
+) -> Series:
+    """Collective. A collective by size: of each the least of several sweeps over all sizes.
+
+    There are more sweeps, up to a limit, as long as something else disturbs the machine, which
+    shows in bytes that took less time than fewer bytes.
+    """
+    starts = [_bind(group, kind, nbytes) for nbytes in sizes]
+    least = [math.inf] * len(sizes)
+    for sweep in range(_MOST_SWEEPS):
+        for i, start in enumerate(starts):
+            least[i] = min(least[i], _time(transport, group, start))
+        if sweep + 1 >= _FEWEST_SWEEPS and _rises(least):
+            break
+    return Series(kind, members, tuple(sizes), tuple(least))
+
+
+def _rises(seconds: Sequence[float]) -> bool:
+    """Whether more bytes took more time, or nearly as much; alike on all ranks."""
+    return all(b > 0.8 * a for a, b in pairwise(seconds))
+
+
+def _time(transport: Transport, group: Group, start: Start) -> float:
     """Collective. The median seconds of the calmest of some rounds, the median over ranks."""
-    start = _bind(group, kind, nbytes)
     slowest = max(_everyone(transport, _round(transport, start)))
-    budget = _BUDGET_SECONDS / (3 if quick else 1)
-    rounds = int(budget / _TURNS / max(slowest, 1e-6))
-    rounds = min(max(rounds, _FEWEST_ROUNDS), _MOST_ROUNDS)
+    rounds = min(max(int(_SWEEP_SECONDS / _TURNS / slowest), 1), _MOST_ROUNDS)
     calmest = min(_round(transport, start) for _ in range(rounds))
-    waited = [t for t in _everyone(transport, calmest if group.size > 1 else 0.0) if t]
-    return statistics.median(waited)
+    waited = _everyone(transport, calmest if group.size > 1 else 0.0)
+    return statistics.median(t for t in waited if t)
 
 
 def _round(transport: Transport, start: Start) -> float:
