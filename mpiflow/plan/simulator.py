@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mpiflow.errors import PlanError
 from mpiflow.plan.records import READ, WRITE, Plan, Program, Task
 from mpiflow.plan.unroll import slot_before, unroll
-from mpiflow.plan.verify_order import order_of, waits_of
+from mpiflow.plan.verify_order import in_turn, waits_of
 
 KINDS = ("compute", "comm", "read", "write")
 
@@ -70,10 +70,12 @@ def simulate(
     steps: int = 3,
     *,
     factors: Mapping[str, float] | None = None,
+    micro_batches: int | None = None,
 ) -> Simulation:
     """Run `steps` steps of a program; `factors` multiply the seconds of a stream or of its kind.
 
     `{"comm": 2.0}` is communication at half the speed, `{"comm.data": 2.0}` that of one axis.
+    Where only the order of tasks is wanted, the first few `micro_batches` of a step are enough.
     """
     chosen = plan.program(program)
     if chosen is None:
@@ -81,7 +83,7 @@ def simulate(
         raise PlanError(f"the plan has no program {program!r}; it has {names}")
     if steps < 1:
         raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
-    chosen = unroll(chosen)
+    chosen = unroll(chosen, micro_batches)
     run = _Run(chosen, _durations(chosen, dict(factors or {})))
     for step in range(steps):
         run.step(step)
@@ -106,9 +108,9 @@ class _Run:
     def __init__(self, program: Program, seconds: list[float]) -> None:
         self.program = program
         self.seconds = seconds
-        self.waits = [list(earlier) for earlier in waits_of(program)]
-        position = order_of(program).position
-        self.order = sorted(range(len(position)), key=position.__getitem__)
+        waits = waits_of(program)
+        self.order = in_turn(program, waits)
+        self.waits = [list(earlier) for earlier in waits]
         self.frees = _frees(program)
         self.stops: list[list[float]] = []  # of each step, of each task
         self.ends: list[float] = []

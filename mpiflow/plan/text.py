@@ -13,7 +13,7 @@ from mpiflow.plan.simulator import Simulation, simulate
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.store import canonical, content_digest, program_digest
 from mpiflow.plan.traffic import bytes_sent
-from mpiflow.plan.unroll import folded, unroll
+from mpiflow.plan.unroll import ENOUGH, folded, unroll
 
 _WIDTH = 120  # characters of a line
 _LEAST = 60  # of which the operands of a task get these at least
@@ -169,8 +169,9 @@ def _program(plan: Plan, program: Program) -> list[str]:
 
 def _in_order(plan: Plan, program: Program) -> list[Task]:
     """The tasks as they are predicted to start, those of a loop as in its first turn."""
-    firings = {task.name: task for task in unroll(program).tasks}
-    started = [firings[event.task] for event in simulate(plan, program.name, 1).events]
+    firings = {task.name: task for task in unroll(program, ENOUGH).tasks}
+    events = simulate(plan, program.name, 1, micro_batches=ENOUGH).events
+    started = [firings[event.task] for event in events]
     tasks = {task.name: task for task in program.tasks}
     return sorted((tasks[folded(t)] for t in started if not t.micro), key=lambda t: t.phase)
 

@@ -49,10 +49,15 @@ def slot_before(register: Register, micro_batches: int) -> tuple[str, int]:
 class _Unroller:
     def __init__(self, program: Program, count: int) -> None:
         self.program, self.count = program, min(count, program.micro_batches)
-        self.registers = {r.name: r for r in program.registers}
+        self.in_time = {r.name for r in program.registers if r.layout[0] != B}
         self.phase = {task.name: task.phase for task in program.tasks}
+        registers = {register.name for register in program.registers}
         self.loop = {  # the loop in which a register is made
-            name: task.phase for task in program.tasks if task.phase % 2 for name in task.outputs
+            name: task.phase
+            for task in program.tasks
+            if task.phase % 2
+            for name in task.outputs
+            if name in registers
         }
         self.first, self.last = self._ends_of_turns()
         self.index: dict[tuple[int, int], int] = {}
@@ -107,7 +112,7 @@ class _Unroller:
     def _task(self, task: Task, micro: int) -> Task:
         inputs = [self._name(name, micro, task.phase) for name in task.inputs]
         for name in task.outputs:
-            if micro and name in self.loop and not self._in_time(name):
+            if micro and name in self.loop and name not in self.in_time:
                 inputs.append(_numbered(name, micro - 1))
         after = [self._after(name, micro, task.phase) for name in task.after]
         if micro and task.name in self.first and task.phase in self.last:
@@ -130,23 +135,18 @@ class _Unroller:
 
     def _name(self, name: str, micro: int, phase: int) -> str:
         """What a task of that phase knows a register as; a sum is known as its end elsewhere."""
-        if name not in self.registers:
-            return name
-        if self._in_time(name):
+        if name in self.in_time:
             return _numbered(name, micro)
         if name not in self.loop:
             return name
         return _numbered(name, micro if self.loop[name] == phase else self.count - 1)
-
-    def _in_time(self, name: str) -> bool:
-        return name in self.registers and self.registers[name].layout[0] != B
 
     def _copies(self, register: Register) -> list[Register]:
         if register.name not in self.loop:
             return [replace(register, aliases=self._name(register.aliases, 0, -1))]
         copies = []
         for micro in range(self.count):
-            if micro and not self._in_time(register.name):
+            if micro and register.name not in self.in_time:
                 aliases = _numbered(register.name, micro - 1)
             else:
                 aliases = self._name(register.aliases, micro, self.loop[register.name])

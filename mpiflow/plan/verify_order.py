@@ -38,10 +38,7 @@ class Order:
 def order_of(program: Program) -> Order:
     """Happens-before of one step; VerifyError with the shortest circle where there is one."""
     waits = waits_of(program)
-    order = _topological(waits)
-    if len(order) < len(waits):
-        stuck = set(range(len(waits))) - set(order)
-        raise VerifyError(_describe(program, waits, _shortest_circle(waits, stuck)))
+    order = in_turn(program, waits)
     before = [0] * len(waits)
     position = [0] * len(waits)
     for place, task in enumerate(order):
@@ -49,6 +46,15 @@ def order_of(program: Program) -> Order:
         for earlier in waits[task]:
             before[task] |= before[earlier] | 1 << earlier
     return Order(tuple(position), tuple(before))
+
+
+def in_turn(program: Program, waits: Waits) -> list[int]:
+    """The tasks in one valid order; VerifyError with the shortest circle where there is none."""
+    order = _topological(waits)
+    if len(order) < len(waits):
+        stuck = set(range(len(waits))) - set(order)
+        raise VerifyError(_describe(program, waits, _shortest_circle(waits, stuck)))
+    return order
 
 
 def waits_of(program: Program) -> Waits:
