@@ -67,4 +67,4 @@ class Collect(Op):
     def kernel(self, shard: ShardView, out: Any, x: Any, *before: Any) -> None:
         starts = (shard.start(0, d) - shard.start(OUT, d) for d in range(x.ndim))
         part = tuple(slice(a, a + n) for a, n in zip(starts, x.shape, strict=True))
-        shard.xp.copyto(out[part], x)
+        shard.xp.copyto(out[(..., *part)], x)
