@@ -264,8 +264,8 @@ def test_a_chain_of_many_of_collectives_is_placed():
     assert len(blocks_of(program, set())) == 1201
 
 
-def test_a_gradient_partial_over_two_axes_is_bucketed_on_one_of_them():
-    """Its second reduction works in place on the first one's result, which a bucket has placed."""
+def test_gradients_partial_over_two_axes_are_bucketed_on_both():
+    """The second reductions work in place on what the first bucket has placed side by side."""
 
     def model(batch):
         x = mf.cast(batch["image"], "float32")
@@ -275,4 +275,58 @@ def test_a_gradient_partial_over_two_axes_is_bucketed_on_one_of_them():
         return {"loss": mf.mean(mf.cross_entropy(logits, batch["label"]))}
 
     job = mf.Job("deep", model, train=mf.Dataset("x", batch=1024), optimizer=mf.SGD(lr=0.1))
-    verify(compile_for("data=2,model=2", job, rows=2048, features=64))
+    plan = compile_for("data=2,model=2", job, rows=2048, features=64)
+    verify(plan)
+    train = plan.program("train")
+    sums = [task for task in reductions(train) if task.op == "all_reduce"]
+    reduced = {name: task for task in sums for name in task.outputs}
+    again = [task for task in sums if len(task.inputs) > 1 and task.inputs[0] in reduced]
+    assert again
+    for task in again:
+        assert len({reduced[name].name for name in task.inputs}) == 1
+
+
+def reducing_program(seed):
+    """Sums over one or two axes of what was computed from earlier sums."""
+    draw = random.Random(seed)
+    build = Builder(parse_mesh("data=2,model=2"), MACHINE)
+    held = [build.register("x", (4,), "float32", (B, B))]
+    build.compute("make x", Fill((4,), 1.0), [], held[:1], "here.py:1")
+    for i in range(draw.randint(2, 25)):
+        layout = draw.choice([(P, B), (B, P), (P, P), (B, B)])
+        made = build.register(f"y{i}", (4,), "float32", layout)
+        inputs = [draw.choice(held[-draw.choice([1, 4, 99]) :]) for _ in range(2)]
+        build.compute(f"make y{i}", Add(), inputs, [made], "here.py:1")
+        held.append(build.convert(made, (B, B), "here.py:2"))
+    registers = tuple(build.registers.values())
+    return Program("train", 4, registers, tuple(build.tasks), ()), build.mesh
+
+
+@pytest.mark.parametrize("seeds", [range(150)], ids=str)
+def test_buckets_make_no_circles_and_lose_no_sum(seeds):
+    fused = 0
+    for seed in seeds:
+        program, mesh = reducing_program(seed)
+        bucketed = bucket(program, mesh, MACHINE)
+        tasks = {task.name: i for i, task in enumerate(bucketed.tasks)}
+        for name, needs in bucketed.needs().items():
+            assert all(tasks[need] < tasks[name] for need in needs)
+        before, after = (
+            sorted(pair for t in reductions(p) for pair in zip(t.inputs, t.outputs, strict=True))
+            for p in (program, bucketed)
+        )
+        assert before == after
+        fused += sum(len(task.inputs) > 1 for task in reductions(bucketed))
+    assert fused > 50
+
+
+def test_what_is_needed_soon_does_not_wait_for_what_nobody_needs_yet():
+    d = Draft()
+    x = d.compute(Fill((4,), 1.0), [], d.tensor("x", layout=P))
+    ends = [d.build.convert(x, (B,), "here.py:2")]
+    y = d.compute(Fill((4,), 1.0), [], d.tensor("y", layout=P))
+    soon = d.build.convert(y, (B,), "here.py:3")
+    z = d.compute(Scale(2.0), [soon], d.tensor("z", layout=P))
+    ends.append(d.build.convert(z, (B,), "here.py:4"))
+    program = bucket(d.program(*ends), d.build.mesh, MACHINE)
+    assert sorted(task.inputs for task in reductions(program)) == [("x", "z"), ("y",)]
