@@ -20,7 +20,7 @@ from typing import Any
 
 from mpiflow.calibrate_fit import Fit
 from mpiflow.calibrate_kernels import Call, Rates, fit_ops, measure_ops, measure_rates
-from mpiflow.calibrate_links import Series, fit_link, hosts_of, measure_links
+from mpiflow.calibrate_links import QUICK_SIZES, SIZES, Series, fit_link, hosts_of, measure_links
 from mpiflow.calibrate_storage import fit_storage, time_reads, write_rows
 from mpiflow.compiler.machine import Link, Machine, find_machine
 from mpiflow.compiler.machinefile import to_toml
@@ -69,7 +69,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
     rates = measure_rates(quick=options.quick)
     _meet(transport)
     calls = measure_ops(quick=options.quick)
-    links = measure_links(transport, hosts, quick=options.quick)
+    links = measure_links(transport, hosts, QUICK_SIZES if options.quick else SIZES)
     reads = _measure_reads(transport, hosts, options)
     mine = [base, rates.plain(), [call.seconds for call in calls], reads]
     gathered = transport.gather(json.dumps(mine).encode())

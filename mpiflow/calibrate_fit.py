@@ -6,7 +6,9 @@ What is fitted is never negative: no message takes less than no time, nor fewer 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -18,8 +20,8 @@ from mpiflow.errors import TaskError
 _MOST_PIECES, _FEWEST_POINTS = 3, 3
 _OUTLIER = 0.3
 """Relative residuals above this count less (Huber 1964)."""
-_WORTH = 0.5
-"""A piece more must bring the loss below this share of it."""
+_WORTH, _EXACT = 0.5, 0.05
+"""A piece more must bring the loss below this share of it; errors like this need no more."""
 _USELESS = 0.5
 """A median relative error above this is no fit."""
 
@@ -55,19 +57,17 @@ def fit_line(amounts: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
 
 def _solve(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
     """Weighted least squares of (alpha + beta x) / y = 1 over alpha, beta >= 0."""
-    best = (np.inf, 0.0, 0.0)
-    # The least squares of a convex function lies inside, or on an edge: try each.
-    for columns in ((1 / y, x / y), (1 / y, None), (None, x / y)):
-        used = [column for column in columns if column is not None]
-        root = np.sqrt(weight)
-        matrix = np.stack(used, axis=1) * root[:, None]
-        found = np.linalg.lstsq(matrix, root, rcond=None)[0]
-        loss = float(((matrix @ found - root) ** 2).sum())
-        if (found >= 0).all() and loss < best[0]:
-            values = iter(found.tolist())
-            alpha, beta = (next(values) if column is not None else 0.0 for column in columns)
-            best = loss, alpha, beta
-    return best[1], best[2]
+    one, slope = weight / y, weight * x / y
+    aa, ab, bb = (one / y).sum(), (slope / y).sum(), (slope * x / y).sum()
+    a, b = one.sum(), slope.sum()
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if alpha >= 0 and beta >= 0:
+            return float(alpha), float(beta)
+    # The loss is convex: otherwise its least value lies on an edge, the better of the two.
+    flat, steep = a / aa, b / bb if bb else 0.0
+    return (float(flat), 0.0) if flat * a >= steep * b else (0.0, float(steep))
 
 
 def fit_curve(what: str, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[Curve, Fit]:
@@ -78,14 +78,7 @@ def fit_curve(what: str, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[Curve, 
     """
     x, measured = np.asarray(nbytes, float), np.asarray(seconds, float)
     y = np.minimum.accumulate(measured[::-1])[::-1]
-    chosen = _pieces(x, y, 1)
-    for count in range(2, _MOST_PIECES + 1):
-        more = _pieces(x, y, count)
-        if more is None or chosen is None or more[0] > _WORTH * chosen[0]:
-            break
-        chosen = more
-    assert chosen is not None
-    curve = Curve(chosen[1])
+    curve = Curve(_chosen(x, y))
     fit = fit_of([curve.seconds(n) for n in x], measured)
     if not curve.pieces[0].seconds or not curve.pieces[-1].each or fit.median > _USELESS:
         rows = zip(x, measured, strict=True)
@@ -97,15 +90,19 @@ def fit_curve(what: str, nbytes: ArrayLike, seconds: ArrayLike) -> tuple[Curve, 
     return curve, fit
 
 
-def _pieces(x: np.ndarray, y: np.ndarray, count: int) -> tuple[float, tuple[Piece, ...]] | None:
-    """The best fit by so many pieces, and its loss; None where there are too few figures."""
-    best: tuple[float, tuple[Piece, ...]] | None = None
-    for cuts in _cuts(len(x), count):
-        found = [_piece(x[a:b], y[a:b], first=a == 0) for a, b in pairwise(cuts)]
-        loss = sum(loss for loss, _ in found)
-        if best is None or loss < best[0]:
-            best = loss, tuple(piece for _, piece in found)
-    return best
+def _chosen(x: np.ndarray, y: np.ndarray) -> tuple[Piece, ...]:
+    """One line, or as many as are worth it."""
+    piece = cache(lambda a, b: _piece(x[a:b], y[a:b], first=not a))
+    chosen: tuple[float, tuple[Piece, ...]] = (math.inf, ())
+    for count in range(1, _MOST_PIECES + 1):
+        for cuts in _cuts(len(x), count):
+            found = [piece(a, b) for a, b in pairwise(cuts)]
+            loss = sum(loss for loss, _ in found)
+            if loss < (chosen[0] if len(chosen[1]) == count else _WORTH * chosen[0]):
+                chosen = loss, tuple(piece for _, piece in found)
+        if chosen[0] < len(x) * _EXACT**2:
+            break
+    return chosen[1]
 
 
 def _cuts(points: int, count: int) -> list[tuple[int, ...]]:

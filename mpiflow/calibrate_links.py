@@ -67,10 +67,9 @@ def partitions(hosts: Sequence[Sequence[int]]) -> dict[str, list[list[list[int]]
 
 
 def measure_links(
-    transport: Transport, hosts: Sequence[Sequence[int]], *, quick: bool
+    transport: Transport, hosts: Sequence[Sequence[int]], sizes: Sequence[int]
 ) -> dict[str, list[Series]]:
-    """Collective. By level, every collective on groups of two ranks and of all."""
-    sizes = QUICK_SIZES if quick else SIZES
+    """Collective. By level, every collective at these sizes on groups of two ranks and of all."""
     found: dict[str, list[Series]] = {}
     for level, ways in partitions(hosts).items():
         found[level] = []

@@ -1,0 +1,184 @@
+"""Calibration in one process: fits of planted figures, groups of ranks, jobs, the machine file."""
+
+import numpy as np
+import pytest
+
+from mpiflow.calibrate_fit import fit_curve, fit_line, fit_of
+from mpiflow.calibrate_jobs import Drawn, references
+from mpiflow.calibrate_kernels import Call, Rates, fit_ops
+from mpiflow.calibrate_links import KINDS, Series, fit_link, hosts_of, measure_links, partitions
+from mpiflow.calibrate_storage import fit_storage, forget_pages, time_reads, write_rows
+from mpiflow.compiler.cost import ideal_seconds
+from mpiflow.compiler.machine import Kernel, find_machine
+from mpiflow.errors import TaskError
+from mpiflow.exec.local import LocalWorld, run_local
+from mpiflow.ops.elementwise import Log, Relu
+
+SIZES = [8 * 4**i for i in range(12)]
+
+
+def noise(count, size, seed=0):
+    return np.random.default_rng(seed).normal(1, size, count).clip(0.5, 2)
+
+
+# -- fits
+
+
+def test_a_line_is_found_in_noise_and_beside_bad_figures():
+    seconds = (5e-6 + 2e-10 * np.array(SIZES)) * noise(12, 0.03)
+    seconds[4] *= 20
+    alpha, beta = fit_line(SIZES, seconds)
+    assert alpha == pytest.approx(5e-6, rel=0.05)
+    assert beta == pytest.approx(2e-10, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "alpha", "beta"),
+    [([5.0, 4.0, 3.0, 2.0], 3.2, 0.0), ([1.0, 3.0, 5.0, 7.0], 0.0, 1.4)],
+)
+def test_a_line_has_no_negative_part(seconds, alpha, beta):
+    found = fit_line([1, 2, 3, 4], seconds)
+    assert min(found) >= 0
+    assert found == pytest.approx((alpha, beta), rel=0.25)
+
+
+def test_a_change_of_protocol_is_a_piece_of_its_own():
+    x = np.array(SIZES, float)
+    seconds = np.where(x < 30_000, 3e-6 + 1e-10 * x, 4e-5 + 4e-10 * x) * noise(12, 0.02)
+    curve, fit = fit_curve("planted", SIZES, seconds)
+    assert len(curve.pieces) >= 2
+    assert fit.median < 0.05
+    for n in (100, 10_000, 10**6, 10**9):
+        true = 3e-6 + 1e-10 * n if n < 30_000 else 4e-5 + 4e-10 * n
+        assert curve.seconds(n) == pytest.approx(true, rel=0.15)
+
+
+def test_one_line_stays_one_piece():
+    seconds = (5e-6 + 2e-10 * np.array(SIZES)) * noise(12, 0.03, seed=3)
+    assert len(fit_curve("planted", SIZES, seconds)[0].pieces) == 1
+
+
+def test_a_disturbed_figure_does_not_raise_the_curve():
+    seconds = 5e-6 + 2e-10 * np.array(SIZES)
+    seconds[:3] = 1e-3
+    curve, fit = fit_curve("planted", SIZES, seconds)
+    assert curve.seconds(8) < 2e-5
+    assert fit.worst > 0.9
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [[1e-6] * 12, [1e-3 / 3**i for i in range(12)], [1e-6, 1.0] * 6, [2e-12 * n for n in SIZES]],
+    ids=["constant", "falling", "wild", "without latency"],
+)
+def test_figures_that_make_no_sense_are_refused_with_the_figures(seconds):
+    with pytest.raises(TaskError, match="what was measured of planted fits no line") as error:
+        fit_curve("planted", SIZES, seconds)
+    assert "33,554,432 bytes" in str(error.value)
+
+
+def test_errors_of_a_fit_are_relative():
+    fit = fit_of([1.1, 0.5, 3.0], [1.0, 1.0, 3.0])
+    assert (fit.median, fit.worst) == (pytest.approx(0.1), pytest.approx(0.5))
+    assert str(fit) == "median error 10 %, largest 50 %"
+
+
+def test_ops_are_lines_over_the_roofline():
+    cpu = find_machine("cpu")
+    calls = []
+    for rows in (10, 1000, 50_000):
+        shapes = ((rows, 8),), ((rows, 8),)
+        ideal = ideal_seconds(cpu, Relu(), *shapes, ("float32",) * 2)
+        calls.append(Call(Relu(), *shapes, ("float32",) * 2, 7e-6 + 2.5 * ideal))
+    calls.append(Call(Log(), ((),), ((),), ("float32",) * 2, 9e-6))
+    kernels, fit = fit_ops(cpu, calls)
+    assert kernels["Relu"].seconds == pytest.approx(7e-6)
+    assert kernels["Relu"].factor == pytest.approx(2.5)
+    assert kernels["Log"] == Kernel(pytest.approx(9e-6, rel=1e-3), 1.0)
+    assert fit.worst < 1e-6
+
+
+def test_rates_are_the_medians_over_ranks():
+    rates = Rates({"float32": 1.0}, {"float32": 2.0}, 3.0, 4.0, {})
+    made = rates.over_ranks([[1, 20, 3, 4], [5, 30, 9, 8], [9, 10, 6, 6]])
+    assert made == Rates({"float32": 5.0}, {"float32": 20.0}, 6.0, 6.0, {})
+
+
+# -- links
+
+
+@pytest.mark.parametrize(
+    ("hosts", "inner", "outer"),
+    [
+        ([[0]], [], []),
+        ([[0, 1]], [[[0, 1]]], []),
+        ([[0, 1, 2]], [[[0, 1], [2]], [[0, 1, 2]]], []),
+        ([[0, 1], [2, 3]], [[[0, 1], [2, 3]]], [[[0, 2], [1, 3]]]),
+        ([[0], [1], [2]], [], [[[0, 1], [2]], [[0, 1, 2]]]),
+        ([[0, 1, 2], [3]], [[[0, 1], [2], [3]], [[0, 1, 2], [3]]], [[[0, 3], [1], [2]]]),
+    ],
+)
+def test_groups_are_of_two_and_of_all_ranks_of_a_level(hosts, inner, outer):
+    found = partitions(hosts)
+    assert (found["inner"], found["outer"]) == (inner, outer)
+    ranks = sorted(rank for host in hosts for rank in host)
+    for way in (*inner, *outer):
+        assert sorted(rank for group in way for rank in group) == ranks
+
+
+@pytest.mark.ranks(4)
+def test_links_are_measured_on_threads_of_two_hosts():
+    def measure(transport):
+        transport.host = f"host{transport.rank // 2}"
+        hosts = hosts_of(transport)
+        return hosts, measure_links(transport, hosts, (8, 4096))
+
+    results = run_local(4, measure)
+    assert all(hosts == [[0, 1], [2, 3]] for hosts, _ in results)
+    first = results[0][1]
+    assert all(links == first for _, links in results)
+    for level in ("inner", "outer"):
+        assert [(s.kind, s.members) for s in first[level]] == [(kind, 2) for kind in KINDS]
+        assert all(seconds > 0 for s in first[level] for seconds in s.seconds)
+
+
+def test_a_link_has_the_latency_of_messages_and_the_curves_of_collectives():
+    series = [
+        Series(kind, 2, tuple(SIZES), tuple(3e-6 + n / 4 / 1e9 for n in SIZES)) for kind in KINDS
+    ]
+    link, fits = fit_link("inner", series)
+    assert link.latency == pytest.approx(3e-6)
+    assert link.bandwidth == pytest.approx(1e9)
+    assert [(m.kind, m.members) for m in link.measured] == [(kind, 2) for kind in KINDS]
+    assert set(fits) == {"messages, inner", *(f"{kind} on 2 ranks, inner" for kind in KINDS)}
+
+
+# -- kernels and storage
+
+
+def test_the_quick_jobs_are_among_all_jobs_and_names_differ():
+    names = [job.name for job in references(quick=False)]
+    assert {job.name for job in references(quick=True)} < set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_drawn_values_are_legal_indices():
+    plan = next(job for job in references(quick=True) if job.name.startswith("dense")).plan()
+    out = {"x": np.empty((5, 256), np.uint8), "label": np.empty(500, np.int64)}
+    Drawn(plan).read(0, (0, 5), out)
+    assert set(out["label"]) == set(range(10))
+
+
+def test_reading_is_timed_by_batch(tmp_path):
+    nbytes = write_rows(tmp_path, quick=True)
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) > nbytes > 10 << 20
+    forget_pages(tmp_path)
+    points = time_reads(tmp_path, forget=False)
+    assert [n for n, _ in points] == [12288, 98304, 786432]
+    storage = fit_storage(points)
+    assert storage.bandwidth > 0
+    assert storage.latency >= 0
+
+
+def test_a_single_process_has_no_hosts_to_share():
+    assert hosts_of(LocalWorld(1).transports[0]) == [[0]]
