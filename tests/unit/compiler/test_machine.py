@@ -1,6 +1,8 @@
 """Machine files, which link an axis uses, and what things cost there."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,7 @@ from mpiflow.graph.mesh import parse_mesh
 from mpiflow.ops.conv import Conv
 from mpiflow.ops.matmul import MatMul
 
+ROOT = Path(__file__).parents[3]
 SITE = """
 name = "site"
 nodes = 4
@@ -148,6 +151,13 @@ def test_a_machine_that_is_not_there_is_named_with_those_that_are(tmp_path):
         find_machine("h1000")
     with pytest.raises(UsageError, match=r"none\.toml: No such file"):
         find_machine(str(tmp_path / "none.toml"))
+
+
+def test_the_file_in_the_documents_is_one():
+    text = (ROOT / "docs/machines.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    machine = parse(block.encode(), "docs/machines.md")
+    assert (machine.ranks, machine.inner.measured[0].kind) == (128, "all_reduce")
 
 
 def test_gpus_are_ordered_as_their_makers_say():
