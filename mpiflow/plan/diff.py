@@ -100,6 +100,7 @@ def _figures(plan: Plan, program: Program) -> dict[str, Any]:
     sent = bytes_sent(plan, program)
     return {
         "rows": program.rows,
+        "micro-batches": program.micro_batches,
         "data": program.data,
         "predicted step": f"{program.seconds} s ({time_text(program.seconds)})",
         "bytes sent by a rank": f"{sent} ({size_text(sent)})",

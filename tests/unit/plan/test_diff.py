@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import handmade
 import pytest
+from micro_jobs import masked_plan
 from mutants import swapped, with_program, with_register, with_task
 
 from mpiflow.graph.mesh import parse_mesh
@@ -55,3 +56,8 @@ def test_two_unlike_plans_are_compared_collective_by_collective():
     lines = diff(PLAN, handmade.sharded())
     assert "train: bytes sent by a rank: 84 (84 B) -> 188 (188 B)" in lines
     assert any(line.startswith("train: all_gather of v: new, along model") for line in lines)
+
+
+def test_the_number_of_micro_batches_is_told():
+    whole, cut = (masked_plan("data=2", micro_batches=n) for n in (1, 4))
+    assert "train: micro-batches: 1 -> 4" in diff(whole, cut)
