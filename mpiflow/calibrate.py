@@ -19,12 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from mpiflow.calibrate_fit import Fit
-from mpiflow.calibrate_kernels import Call, Rates, fit_ops, measure_ops, measure_rates
+from mpiflow.calibrate_kernels import (
+    Call,
+    Rates,
+    fit_ops,
+    measure_ops,
+    measure_rates,
+    process_base,
+)
 from mpiflow.calibrate_links import QUICK_SIZES, SIZES, Series, fit_link, hosts_of, measure_links
 from mpiflow.calibrate_storage import fit_storage, time_reads, write_rows
 from mpiflow.compiler.machine import Link, Machine, find_machine
 from mpiflow.compiler.machinefile import to_toml
-from mpiflow.exec.device import Cpu
 from mpiflow.exec.transport import Transport
 from mpiflow.plan.text import size_text, time_text
 from mpiflow.version import __version__
@@ -63,7 +69,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
 
     TaskError on all ranks where a figure makes no sense.
     """
-    base = Cpu().process_bytes()
+    base = process_base()
     hosts = hosts_of(transport)
     _meet(transport)
     rates = measure_rates(quick=options.quick)

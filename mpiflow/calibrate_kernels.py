@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ from mpiflow.exec.local import LocalWorld
 from mpiflow.exec.session import Session
 from mpiflow.graph.op import OUT, Op, build_op
 from mpiflow.graph.rule import Shape
-from mpiflow.plan.records import Register, Task
+from mpiflow.io.pack import pack
+from mpiflow.plan.records import Plan, Register, Task
 
 _TURNS, _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 3, 40
 _WARM_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 30
@@ -101,6 +103,29 @@ def bound(name: str, *arrays: np.ndarray, **attributes: Any) -> tuple[Callable[[
     return op.bind(shard, outs[0] if len(outs) == 1 else outs, *arrays), op, (inputs, outputs)
 
 
+def process_base() -> int:
+    """The memory of a rank that trains, without what its plan has in arenas.
+
+    To be called before anything large is allocated: it is the most that the process ever had.
+    """
+    plan = references(quick=True)[0].plan()
+    with tempfile.TemporaryDirectory() as folder:  # loads HDF5
+        pack({"row": np.zeros((8, 8), np.uint8)}, f"{folder}/rows-*.h5")
+    session = _opened(plan, 3)
+    for _ in range(3):
+        session.timed("train")
+    session.close()
+    return Cpu().process_bytes() - dict(plan.arenas)["host"]
+
+
+def _opened(plan: Plan, steps: int) -> Session:
+    """A session of this rank alone, at its first step, on drawn values."""
+    session = Session(plan, LocalWorld(1).transports[0], {"train": Drawn(plan)})
+    session.run("initialise")
+    session.expect("train", range(steps))
+    return session
+
+
 def measure_rates(*, quick: bool) -> Rates:
     """The rates of this rank, while the other ranks do the same."""
     small = np.ones(8, np.float32)
@@ -154,10 +179,7 @@ def measure_ops(*, quick: bool) -> list[Call]:
 
 def _calls(job: Reference, quick: bool) -> list[Call]:
     plan = job.plan()
-    reader = Drawn(plan)
-    session = Session(plan, LocalWorld(1).transports[0], {"train": reader})
-    session.run("initialise")
-    session.expect("train", range(_MOST_STEPS))
+    session = _opened(plan, _MOST_STEPS)
     times: dict[str, list[float]] = defaultdict(list)
     tasks: dict[str, Task] = {}
     ends = time.perf_counter() + (0.4 if quick else 1.2)
