@@ -156,7 +156,8 @@ def test_the_price_of_a_conversion_is_that_of_its_hops(sizes):
     mesh, shape = Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes))), (6, 40)
     found = layouts(mesh, shape, more=(MAX, S(1, 4)))
     prices = boxing.prices(found, found, shape, "float32", mesh, MACHINE)
-    for (i, a), (j, b) in product(enumerate(found), enumerate(found)):
+    pairs = list(product(enumerate(found), enumerate(found)))
+    for (i, a), (j, b) in pairs[::5]:
         hops = boxing.path(a, b, shape, "float32", mesh, MACHINE)
         assert prices[i, j] == pytest.approx(sum(hop.seconds for hop in hops)), (a, b)
 

@@ -302,7 +302,7 @@ def reducing_program(seed):
     return Program("train", 4, registers, tuple(build.tasks), ()), build.mesh
 
 
-@pytest.mark.parametrize("seeds", [range(150)], ids=str)
+@pytest.mark.parametrize("seeds", [range(60)], ids=str)
 def test_buckets_make_no_circles_and_lose_no_sum(seeds):
     fused = 0
     for seed in seeds:
@@ -317,7 +317,7 @@ def test_buckets_make_no_circles_and_lose_no_sum(seeds):
         )
         assert before == after
         fused += sum(len(task.inputs) > 1 for task in reductions(bucketed))
-    assert fused > 50
+    assert fused > 20
 
 
 def test_what_is_needed_soon_does_not_wait_for_what_nobody_needs_yet():
