@@ -8,6 +8,7 @@ Loops over micro-batches are written out: each firing is a call of its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from mpiflow.exec.arena import Arena
 from mpiflow.exec.collective import Collective, bind_collective
 from mpiflow.exec.transport import Group
 from mpiflow.graph.op import OUT, build_op
+from mpiflow.graph.sbp import box_shape
 from mpiflow.plan.records import COMPUTE, READ, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
@@ -77,6 +79,7 @@ class Binder:
         self.program = unroll(program)
         self.registers = {**registers, **{r.name: r for r in self.program.registers}}
         self.rank, self.arena, self.groups, self.check = rank, arena, groups, check
+        self.boxes = {name: rank.box(register) for name, register in self.registers.items()}
         slots = {r.slots for r in program.registers} - {1}
         if len(slots) > 1:
             raise PlanError(f"program {program.name} has registers of different slot counts")
@@ -90,7 +93,7 @@ class Binder:
             name: self.arena.view(
                 register.offset
                 + (phase * turns + register.micro) % register.slots * register.nbytes,
-                self.rank.shape(register),
+                box_shape(self.boxes[name]),
                 register.dtype,
             )
             for name, register in self.registers.items()
@@ -118,7 +121,7 @@ class Binder:
         return op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)
 
     def _start(self, name: str) -> tuple[int, ...]:
-        return tuple(start for start, _ in self.rank.box(self.registers[name]))
+        return tuple(start for start, _ in self.boxes[name])
 
 
 class _Walk:
@@ -143,7 +146,11 @@ class _Walk:
             for stream, indices in order.items()
             if stream.startswith("comm.")
         }
-        self.unused = self._users_of_reads()
+        self.unused = deque(self._users_of_reads())
+        self.uses: dict[str, list[set[str]]] = {}  # of each task, the sets above that it is in
+        for users in self.unused:
+            for name in users:
+                self.uses.setdefault(name, []).append(users)
         self.started: dict[str, list[tuple[Task, Collective]]] = {s: [] for s in self.queues}
         self.done: set[str] = set()
         self.calls: list[Call] = []
@@ -164,16 +171,21 @@ class _Walk:
     def _users_of_reads(self) -> list[set[str]]:
         """The tasks that use what each read gives, in the order of the reads."""
         tasks = self.binder.program.tasks
-        reads = [set(t.outputs) for t in tasks if t.stream == READ]
-        return [{t.name for t in tasks if made & set(t.inputs)} for made in reads]
+        reads = [t for t in tasks if t.stream == READ]
+        number = {name: k for k, read in enumerate(reads) for name in read.outputs}
+        users: list[set[str]] = [set() for _ in reads]
+        for task in tasks:
+            for name in number.keys() & task.inputs:
+                users[number[name]].add(task.name)
+        return users
 
     def _finish(self, task: Task) -> None:
         """The task is done; give back the slots that nobody needs any more, the oldest first."""
         self.done.add(task.name)
-        for users in self.unused:
-            users.discard(task.name)
+        for users in self.uses.get(task.name, ()):
+            users.remove(task.name)
         while self.unused and not self.unused[0]:
-            self.unused.pop(0)
+            self.unused.popleft()
             self._emit(task, self.give_back)
 
     def _emit(self, task: Task, call: Call) -> None:
