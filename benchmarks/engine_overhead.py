@@ -20,7 +20,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 import mpiflow as mf
-from mpiflow.compiler.driver import Target, compile_job
+from mpiflow.compiler.arrange import Target
+from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session

@@ -16,7 +16,8 @@ import numpy as np
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.compiler.driver import Target, compile_job
+from mpiflow.compiler.arrange import Target
+from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session

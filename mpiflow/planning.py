@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from mpiflow.compiler.arrange import Observer, Target
 from mpiflow.compiler.cost import spread
-from mpiflow.compiler.driver import Observer, Target, compile_job
+from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import Machine, find_machine
 from mpiflow.compiler.signature import DATA
 from mpiflow.errors import JobError, UsageError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpiflow.compiler.driver import Target
+from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.predict import PREDICT, Wanted, compile_predict
 from mpiflow.errors import DataError, UsageError

@@ -5,7 +5,8 @@ from jobs import MemoryReader, on_ranks, train
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.compiler.driver import Target, compile_job
+from mpiflow.compiler.arrange import Target
+from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.plan.records import DataSet, Field

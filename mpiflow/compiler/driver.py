@@ -21,29 +21,29 @@ verify       proof                                           plan/verify.py
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from mpiflow.compiler.arrange import (
+    NUMERICS,
+    Observer,
+    Target,
+    arrange,
+    priced,
+    relative_line,
+    stored,
+)
 from mpiflow.compiler.boxing import local_shape
-from mpiflow.compiler.bucket import bucket
-from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.differentiate import differentiate
-from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.lower import lower, lower_initialise, lower_save
-from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.memory import plan_memory
 from mpiflow.compiler.microbatch import divide
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import keep_activations
-from mpiflow.compiler.schedule import schedule
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import check_stages
 from mpiflow.compiler.trace import take_rows, trace
@@ -51,14 +51,10 @@ from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.errors import CompileError, JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph
-from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import Layout, S
+from mpiflow.graph.sbp import S
 from mpiflow.job import Best, Job
 from mpiflow.optim import average_name
 from mpiflow.plan.records import DataSet, Plan, Program, Settings, Variable
-from mpiflow.plan.simulator import simulate
-from mpiflow.plan.slice import itemsize
-from mpiflow.plan.traffic import firing_bytes
 from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
@@ -67,21 +63,6 @@ STEPS = (
     "signatures", "lower", "fuse", "bucket", "schedule", "memory", "price", "verify",
 )  # fmt: skip
 """What `--after` takes; boxing shows in what `lower` gives."""
-
-Observer = Callable[[str, str, Any], None]
-"""Called after a step with its name, the program's, and what it made."""
-
-NUMERICS = "deterministic"
-"""The same plan gives the same bits; sums over ranks depend on how many there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a job is compiled for."""
-
-    mesh: Mesh
-    machine: Machine
-    device: str = "host"
 
 
 def compile_job(
@@ -131,7 +112,9 @@ class _Compiler:
         layouts = {
             name: placed.sources[v.tensor][mesh.timed :] for name, v in graph.variables.items()
         }
-        variables = {name: self._variable(graph, name, layouts[name]) for name in layouts}
+        variables = {
+            name: stored(graph, name, layouts[name], self.target, self.folder) for name in layouts
+        }
 
         programs = [lower_initialise(graph, variables, self.mesh, self.machine)]
         programs.append(
@@ -149,7 +132,10 @@ class _Compiler:
         for name in self.job.evaluations:
             programs += self._evaluations(name, shown)
         programs.append(lower_save(variables, self.mesh, self.machine))
-        programs = [self._arrange(program, set(variables)) for program in programs]
+        programs = [
+            arrange(program, set(variables), self.target, self.folder, self.observe)
+            for program in programs
+        ]
         packed = plan_memory(tuple(variables.values()), tuple(programs))
         self.observe("memory", "all", packed)
         return self._finish(graph, packed.variables, packed.programs, packed.nbytes)
@@ -207,35 +193,6 @@ class _Compiler:
             self.observe("signatures", program, placed)
             programs.append(lower(placed, variables, self.mesh, self.machine, data=name, rows=rows))
         return programs
-
-    def _arrange(self, program: Program, variables: set[str]) -> Program:
-        self.observe("lower", program.name, program)
-        program = fuse(program, variables)
-        self.observe("fuse", program.name, program)
-        program = bucket(program, self.mesh, self.machine)
-        self.observe("bucket", program.name, program)
-        program = schedule(program)
-        self.observe("schedule", program.name, program)
-        return self._relative(program)
-
-    def _relative(self, program: Program) -> Program:
-        """Prices rounded, and lines named from the job's folder: equal on every machine."""
-        return replace(
-            program,
-            tasks=tuple(
-                replace(t, seconds=rounded(t.seconds), where=relative_line(t.where, self.folder))
-                for t in program.tasks
-            ),
-        )
-
-    def _variable(self, graph: Graph, name: str, layout: Layout) -> Variable:
-        variable = graph.variables[name]
-        tensor = variable.tensor
-        nbytes = prod(local_shape(tensor.shape, layout, self.mesh)) * itemsize(tensor.dtype)
-        return Variable(
-            name, tensor.shape, tensor.dtype, layout, 0, nbytes,
-            trainable=variable.trainable, where=relative_line(tensor.where, self.folder),
-        )  # fmt: skip
 
     def _finish(
         self,
@@ -346,25 +303,6 @@ def evaluation_program(name: str) -> str:
     return "evaluate" if name == "evaluate" else f"evaluate.{name}"
 
 
-def priced(plan: Plan) -> Plan:
-    """The plan with what its collectives send, and the predicted seconds of every program."""
-    plan = replace(plan, programs=tuple(_with_traffic(plan, p) for p in plan.programs))
-    programs = tuple(
-        replace(p, seconds=rounded(simulate(plan, p.name).step_seconds)) if p.tasks else p
-        for p in plan.programs
-    )
-    return replace(plan, programs=programs)
-
-
-def _with_traffic(plan: Plan, program: Program) -> Program:
-    tensors, mesh = plan.tensors(program), plan.mesh_of(program)
-    tasks = tuple(
-        replace(t, nbytes=firing_bytes(t, tensors, mesh)) if t.kind == "collective" else t
-        for t in program.tasks
-    )
-    return replace(program, tasks=tasks)
-
-
 def identity(job: Job, model: str, graph: Graph, train: DataSet) -> tuple[tuple[str, str], ...]:
     """What is computed, by section; nothing of ranks, mesh, machine, device or file names.
 
@@ -404,18 +342,3 @@ def _same_variables(graph: Graph, variables: dict[str, Variable]) -> None:
             )
     if graph.assigns:
         raise JobError(f"{graph.name} assigns {next(iter(graph.assigns))}; only training may")
-
-
-_LINE = re.compile(r"(\S*[/\\])?([^/\\\s]+\.py:\d+)")
-
-
-@cache
-def relative_line(text: str, folder: Path) -> str:
-    """`text` with file names relative to the job's folder, or bare where they lie elsewhere."""
-
-    def shorten(match: re.Match[str]) -> str:
-        path = match.group(0)
-        relative = os.path.relpath(path, folder) if os.path.isabs(path) else path
-        return match.group(2) if relative.startswith("..") else Path(relative).as_posix()
-
-    return _LINE.sub(shorten, text)

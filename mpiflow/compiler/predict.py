@@ -15,13 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mpiflow.compiler.arrange import NUMERICS, Target, arrange, priced, stored
 from mpiflow.compiler.boxing import local_shape
-from mpiflow.compiler.bucket import bucket
-from mpiflow.compiler.driver import NUMERICS, Target, priced, relative_line
-from mpiflow.compiler.fuse import fuse
-from mpiflow.compiler.lower import PREFETCH, Builder, lower, lower_initialise
+from mpiflow.compiler.build import Builder
+from mpiflow.compiler.lower import PREFETCH, lower, lower_initialise
 from mpiflow.compiler.memory import plan_memory
-from mpiflow.compiler.schedule import schedule
 from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import check_stages
 from mpiflow.compiler.trace import take_rows, trace
@@ -30,12 +28,11 @@ from mpiflow.errors import DataError, UsageError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph, building
 from mpiflow.graph.op import REGISTRY
-from mpiflow.graph.sbp import B, Layout, S
+from mpiflow.graph.sbp import B, S
 from mpiflow.graph.tensor import Tensor, is_narrow
 from mpiflow.job import Job
 from mpiflow.ops.shape import cast
 from mpiflow.plan.records import WRITE, DataSet, Field, Plan, Program, Settings, Task, Variable
-from mpiflow.plan.slice import itemsize
 from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
@@ -74,11 +71,10 @@ def compile_predict(
     placed = [choose(graphs[0], target.mesh, target.machine)]
     layouts = {name: placed[0].sources[v.tensor] for name, v in graphs[0].variables.items()}
     placed += [choose(graph, target.mesh, target.machine, layouts) for graph in graphs[1:]]
-    variables = {name: _variable(graphs[0], name, layouts[name], target, folder)
-                 for name in layouts}  # fmt: skip
+    variables = {name: stored(graphs[0], name, layouts[name], target, folder) for name in layouts}
     programs = [lower_initialise(graphs[0], variables, target.mesh, target.machine)]
     programs += [_program(one, variables, target, data) for one in placed]
-    programs = [_arranged(program, set(variables), target, folder) for program in programs]
+    programs = [arrange(program, set(variables), target, folder) for program in programs]
     packed = plan_memory(tuple(variables.values()), tuple(programs))
     ops = user_ops(programs, folder)
     plan = Plan(
@@ -155,14 +151,6 @@ def _chosen(
     return chosen
 
 
-def _variable(graph: Graph, name: str, layout: Layout, target: Target, folder: Path) -> Variable:
-    tensor = graph.variables[name].tensor
-    nbytes = int(np.prod(local_shape(tensor.shape, layout, target.mesh))) * itemsize(tensor.dtype)
-    where = relative_line(tensor.where, folder)
-    return Variable(name, tensor.shape, tensor.dtype, layout, 0, nbytes, trainable=False,
-                    where=where)  # fmt: skip
-
-
 def _program(
     placed: Placed, variables: dict[str, Variable], target: Target, data: DataSet
 ) -> Program:
@@ -192,12 +180,6 @@ def _program(
             )
         )  # fmt: skip
     return replace(program, registers=tuple(build.registers.values()), tasks=tuple(build.tasks))
-
-
-def _arranged(program: Program, variables: set[str], target: Target, folder: Path) -> Program:
-    program = schedule(bucket(fuse(program, variables), target.mesh, target.machine))
-    tasks = (replace(t, where=relative_line(t.where, folder)) for t in program.tasks)
-    return replace(program, tasks=tuple(tasks))
 
 
 def _process_bytes(

@@ -76,7 +76,8 @@ def test_an_infinity_skips_exactly_one_step_on_all_ranks_and_halves_the_scale():
 def test_a_float_input_that_overflows_is_one_skipped_step():
     import mpiflow as mf
     from mpiflow import nn
-    from mpiflow.compiler.driver import Target, compile_job
+    from mpiflow.compiler.arrange import Target
+    from mpiflow.compiler.driver import compile_job
     from mpiflow.compiler.machine import find_machine
     from mpiflow.graph.mesh import parse_mesh
     from mpiflow.plan.records import DataSet, Field

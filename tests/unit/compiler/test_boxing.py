@@ -10,7 +10,7 @@ from op_harness import join, parts
 
 from mpiflow.compiler import boxing
 from mpiflow.compiler.bucket import bucket
-from mpiflow.compiler.lower import Builder
+from mpiflow.compiler.build import Builder
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.memory import plan_memory
 from mpiflow.compiler.schedule import schedule

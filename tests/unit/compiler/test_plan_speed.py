@@ -9,7 +9,8 @@ import pytest
 CHILD = """
 import cProfile, json, resource, time
 import mpiflow as mf
-from mpiflow.compiler.driver import Target, compile_job
+from mpiflow.compiler.arrange import Target
+from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.models.gpt import GPT

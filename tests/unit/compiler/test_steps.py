@@ -11,8 +11,8 @@ from mutants import Facts
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.compiler.bucket import bucket
+from mpiflow.compiler.build import Builder
 from mpiflow.compiler.fuse import fuse
-from mpiflow.compiler.lower import Builder
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.memory import Block, blocks_of, pack, plan_memory
 from mpiflow.compiler.order import in_order

@@ -1,0 +1,111 @@
+"""What every plan goes through, whatever it is for: from tasks to their order and prices."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.bucket import bucket
+from mpiflow.compiler.cost import rounded
+from mpiflow.compiler.fuse import fuse
+from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.schedule import schedule
+from mpiflow.graph.graph import Graph
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.sbp import Layout
+from mpiflow.plan.records import Plan, Program, Variable
+from mpiflow.plan.simulator import simulate
+from mpiflow.plan.slice import itemsize
+from mpiflow.plan.traffic import firing_bytes
+
+Observer = Callable[[str, str, Any], None]
+"""Called after a step with its name, the program's, and what it made."""
+
+NUMERICS = "deterministic"
+"""The same plan gives the same bits; sums over ranks depend on how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a job is compiled for."""
+
+    mesh: Mesh
+    machine: Machine
+    device: str = "host"
+
+
+def arrange(
+    program: Program,
+    variables: set[str],
+    target: Target,
+    folder: Path,
+    observe: Observer = lambda step, program, result: None,
+) -> Program:
+    """A lowered program with fewer tasks and messages, in order, that is equal on every machine.
+
+    Prices are rounded, and lines named from the job's folder.
+    """
+    observe("lower", program.name, program)
+    program = fuse(program, variables)
+    observe("fuse", program.name, program)
+    program = bucket(program, target.mesh, target.machine)
+    observe("bucket", program.name, program)
+    program = schedule(program)
+    observe("schedule", program.name, program)
+    tasks = (
+        replace(t, seconds=rounded(t.seconds), where=relative_line(t.where, folder))
+        for t in program.tasks
+    )
+    return replace(program, tasks=tuple(tasks))
+
+
+def stored(graph: Graph, name: str, layout: Layout, target: Target, folder: Path) -> Variable:
+    """The record of a variable in a layout; its place is still to be found."""
+    variable = graph.variables[name]
+    tensor = variable.tensor
+    nbytes = prod(local_shape(tensor.shape, layout, target.mesh)) * itemsize(tensor.dtype)
+    return Variable(
+        name, tensor.shape, tensor.dtype, layout, 0, nbytes,
+        trainable=variable.trainable, where=relative_line(tensor.where, folder),
+    )  # fmt: skip
+
+
+def priced(plan: Plan) -> Plan:
+    """The plan with what its collectives send, and the predicted seconds of every program."""
+    plan = replace(plan, programs=tuple(_with_traffic(plan, p) for p in plan.programs))
+    programs = tuple(
+        replace(p, seconds=rounded(simulate(plan, p.name).step_seconds)) if p.tasks else p
+        for p in plan.programs
+    )
+    return replace(plan, programs=programs)
+
+
+def _with_traffic(plan: Plan, program: Program) -> Program:
+    tensors, mesh = plan.tensors(program), plan.mesh_of(program)
+    tasks = tuple(
+        replace(t, nbytes=firing_bytes(t, tensors, mesh)) if t.kind == "collective" else t
+        for t in program.tasks
+    )
+    return replace(program, tasks=tasks)
+
+
+_LINE = re.compile(r"(\S*[/\\])?([^/\\\s]+\.py:\d+)")
+
+
+@cache
+def relative_line(text: str, folder: Path) -> str:
+    """`text` with file names relative to the job's folder, or bare where they lie elsewhere."""
+
+    def shorten(match: re.Match[str]) -> str:
+        path = match.group(0)
+        relative = os.path.relpath(path, folder) if os.path.isabs(path) else path
+        return match.group(2) if relative.startswith("..") else Path(relative).as_posix()
+
+    return _LINE.sub(shorten, text)

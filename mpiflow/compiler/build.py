@@ -1,0 +1,159 @@
+"""Building a program: registers, priced tasks, and the conversions between layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from mpiflow.compiler import boxing
+from mpiflow.compiler.boxing import Hop, local_shape
+from mpiflow.compiler.cost import compute_bytes, op_seconds
+from mpiflow.compiler.machine import Machine
+from mpiflow.graph.mesh import MICRO, Mesh
+from mpiflow.graph.op import REGISTRY, Op
+from mpiflow.graph.sbp import B, Layout, layout_text
+from mpiflow.plan.records import COMPUTE, Register, Task, communication_stream
+from mpiflow.plan.slice import itemsize
+
+
+@dataclass
+class Builder:
+    """Collects the registers and tasks of one program.
+
+    `loop` is the one whose tasks are built now, of `loops`; tasks of the others get its number in
+    their names. Until the phases are known, a task's `phase` is that of its loop, or 0.
+    """
+
+    mesh: Mesh
+    machine: Machine
+    registers: dict[str, Register] = field(default_factory=dict)
+    tasks: list[Task] = field(default_factory=list)
+    loop: int = 0
+    loops: int = 0
+
+    def name(self, base: str, *layouts: Layout) -> str:
+        """A name for what has these layouts, in the loop that is built now."""
+        early = 0 < self.loop < self.loops
+        return f"{base}@{self.loop}" if early and self._fires_in_loop(*layouts) else base
+
+    def _fires_in_loop(self, *layouts: Layout) -> bool:
+        return self.mesh.timed and any(layout[0] != B for layout in layouts)
+
+    def add(self, task: Task, *layouts: Layout) -> None:
+        """A task on operands of these layouts."""
+        if self._fires_in_loop(*layouts):
+            task = replace(task, phase=loop_phase(self.loop))
+        self.tasks.append(task)
+
+    def register(
+        self, name: str, shape: tuple[int, ...], dtype: str, layout: Layout, **more: Any
+    ) -> Register:
+        """A new register; its offset is set by the memory step."""
+        nbytes = prod(local_shape(shape, layout, self.mesh)) * itemsize(dtype)
+        made = Register(name, shape, dtype, layout, 0, nbytes, **more)
+        self.registers[name] = made
+        return made
+
+    def compute(
+        self, name: str, op: Op, inputs: list[Register], outputs: list[Register], where: str
+    ) -> None:
+        """A compute task, priced on its largest shard."""
+        shapes = [local_shape(r.shape, r.layout, self.mesh) for r in (*inputs, *outputs)]
+        ins, outs = tuple(shapes[: len(inputs)]), tuple(shapes[len(inputs) :])
+        dtypes = tuple(r.dtype for r in (*inputs, *outputs))
+        self.add(
+            Task(
+                name,
+                "compute",
+                COMPUTE,
+                op.name,
+                inputs=tuple(r.name for r in inputs),
+                outputs=tuple(r.name for r in outputs),
+                attributes=op.attributes(),
+                workspace=(0, op.workspace(ins, outs, dtypes[len(inputs)])),
+                flops=op.flops(ins, outs),
+                nbytes=compute_bytes(op, ins, outs, dtypes),
+                seconds=op_seconds(self.machine, op, ins, outs, dtypes),
+                where=where,
+            ),
+            *(r.layout for r in (*inputs, *outputs)),
+        )
+
+    def convert(self, source: Register, target: Layout, where: str) -> Register:
+        """The register that holds `source` in another layout; consumers share it."""
+        current = source
+        hops = boxing.path(
+            source.layout, target, source.shape, source.dtype, self.mesh, self.machine
+        )
+        base = source.name
+        for hop in hops:
+            target_name = f"{base}>{layout_text(hop.target).replace(' ', '')}"
+            name = self.name(target_name, current.layout, hop.target)
+            if name not in self.registers:
+                self._hop(hop, current, name, where)
+            current = self.registers[name]
+        return current
+
+    def _hop(self, hop: Hop, source: Register, name: str, where: str) -> None:
+        made = self.register(name, source.shape, source.dtype, hop.target)
+        axis = self.mesh.names[hop.axis]
+        if hop.kind in boxing.LOCAL:
+            self.compute(name, _local_op(hop), [source], [made], where)
+            if axis != MICRO:
+                self.tasks[-1] = replace(self.tasks[-1], axis=axis)
+            return
+        self.add(
+            Task(
+                name,
+                "collective",
+                communication_stream(axis),
+                hop.kind,
+                inputs=(source.name,),
+                outputs=(name,),
+                attributes=_describe(hop),
+                axis=axis,
+                workspace=(0, _staging(hop, source, made)),
+                seconds=hop.seconds,
+                where=where,
+            ),
+            hop.source,
+            hop.target,
+        )
+
+
+def loop_phase(loop: int) -> int:
+    """The phase of a loop, which are numbered from 1."""
+    return 2 * loop - 1
+
+
+def _local_op(hop: Hop) -> Op:
+    cls = REGISTRY[boxing.LOCAL[hop.kind]]
+    if hop.kind == "accumulate":
+        return cls(_describe(hop)["reduce"])  # type: ignore[call-arg]
+    return cls()
+
+
+def _describe(hop: Hop) -> dict[str, Any]:
+    source, target = hop.source[hop.axis], hop.target[hop.axis]
+    match hop.kind:
+        case "all_gather":
+            return {"dim": source.dim}  # type: ignore[union-attr]
+        case "all_to_all":
+            return {"source": source.dim, "target": target.dim}  # type: ignore[union-attr]
+        case "reduce_scatter":
+            return {"dim": target.dim, "reduce": source.reduce}  # type: ignore[union-attr]
+    return {"reduce": source.reduce}  # type: ignore[union-attr]
+
+
+def _staging(hop: Hop, source: Register, target: Register) -> int:
+    """Bytes to pack what leaves and unpack what comes, where shards are not contiguous."""
+    attributes = _describe(hop)
+    match hop.kind:
+        case "all_gather":
+            return target.nbytes if attributes["dim"] else 0
+        case "reduce_scatter":
+            return source.nbytes if attributes["dim"] else 0
+        case "all_to_all":
+            return source.nbytes + target.nbytes
+    return 0
