@@ -13,7 +13,18 @@ from mpiflow.plan.store import canonical
 from mpiflow.plan.text import size_text, time_text
 from mpiflow.plan.traffic import bytes_sent
 
-_SCALARS = ("job", "version", "numpy", "mesh", "device", "machine", "numerics", "seed", "format")
+_SCALARS = (
+    "job",
+    "version",
+    "numpy",
+    "mesh",
+    "device",
+    "machine",
+    "overlap",
+    "numerics",
+    "seed",
+    "format",
+)
 
 
 def diff(a: Plan, b: Plan) -> list[str]:

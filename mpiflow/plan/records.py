@@ -226,7 +226,8 @@ class Plan:
     its hash is the program digest, which no rank count, mesh, machine or device changes.
     `arenas` gives the bytes of each arena; `process_bytes` the predicted memory of the process.
     `notes` are remarks for the user. `ops` are those of the user's own, whose code is not here.
-    `first` is what fills variables when a new run begins.
+    `first` is what fills variables when a new run begins. `overlap` is whether collectives are
+    taken to progress while ranks compute; it changes predictions only.
     """
 
     job: str
@@ -247,6 +248,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     ops: tuple[UserOp, ...] = ()
     first: FirstValues = NOTHING
+    overlap: bool = True
     format: int = FORMAT
 
     def program(self, name: str) -> Program | None:

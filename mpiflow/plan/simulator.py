@@ -5,6 +5,9 @@ simulated for all. A task starts at the latest of: the end of the one before it 
 the producers of its inputs, of those it is `after`, of the consumers that free its output's slot,
 and, but for reads, of the step before. As each of these lies earlier in one fixed order, walking
 that order once a step gives the same times as a queue of events.
+
+Where collectives do not overlap with computation, as with an MPI that progresses only in its calls,
+one that could start is pending, and takes its time when a task first waits for it or a later one.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ def simulate(
     if steps < 1:
         raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
     chosen = unroll(chosen, micro_batches)
-    run = _Run(chosen, _durations(chosen, dict(factors or {})))
+    run = _Run(chosen, _durations(chosen, dict(factors or {})), plan.overlap)
     for step in range(steps):
         run.step(step)
     return run.result()
@@ -105,9 +108,12 @@ def _durations(program: Program, factors: dict[str, float]) -> list[float]:
 class _Run:
     """The clock of a program: when each task last stopped, step by step."""
 
-    def __init__(self, program: Program, seconds: list[float]) -> None:
+    def __init__(self, program: Program, seconds: list[float], overlap: bool) -> None:
         self.program = program
         self.seconds = seconds
+        self.overlap = overlap
+        self.needs = [] if overlap else list(program.needs().values())
+        self.pending: dict[int, float] = {}  # collectives and when they could start, in order
         waits = waits_of(program)
         self.order = in_turn(program, waits)
         self.waits = [list(earlier) for earlier in waits]
@@ -131,11 +137,29 @@ class _Run:
             if task.kind == "compute":
                 self.exposed[reason] += max(0.0, start - computed)
                 computed = start + self.seconds[i]
-            stops[i] = self.free[task.stream] = start + self.seconds[i]
-            self.events.append(Event(task.name, task.stream, start, stops[i], step))
+            if self.overlap or stream_kind(task.stream) != "comm":
+                self._fire(i, start, step)
+            else:
+                self.pending[i] = self.free[task.stream] = start
+        for i in list(self.pending):
+            self._settle(i, computed, step)
         inside = [stops[i] for i in self.order if not self._outlives(i)]
         self.ends.append(max([begin, *inside]))
         self.exposed["comm"] += self.ends[-1] - computed
+
+    def _fire(self, i: int, start: float, step: int) -> None:
+        task = self.program.tasks[i]
+        stop = start + self.seconds[i]
+        self.stops[step][i] = self.free[task.stream] = stop
+        self.events.append(Event(task.name, task.stream, start, stop, step))
+
+    def _settle(self, i: int, now: float, step: int) -> None:
+        """Carry out a collective that is waited for now, after those before it on its stream."""
+        stream = self.program.tasks[i].stream
+        for other in list(self.pending):
+            if i in self.pending and self.program.tasks[other].stream == stream:
+                self._fire(other, max(now, self.pending.pop(other)), step)
+                now = self.stops[step][other]
 
     def _outlives(self, task: int) -> bool:
         return self.program.tasks[task].stream in (READ, WRITE)
@@ -146,7 +170,12 @@ class _Run:
         if task.stream != READ:
             start = max(start, begin)
         reason = "compute"
+        needs = self.needs[i] if self.pending else ()
+        for other in [o for o in self.pending if self.program.tasks[o].name in needs]:
+            self._settle(other, self._without(i, start, step), step)
         for other in self.waits[i]:
+            if other in self.pending:
+                continue  # before it on its stream: it has started
             if self.stops[step][other] > start:
                 start = self.stops[step][other]
                 reason = stream_kind(self.program.tasks[other].stream)
@@ -155,6 +184,11 @@ class _Run:
                 start = self.stops[step - slots][other]
                 reason = stream_kind(self.program.tasks[other].stream)
         return start, reason
+
+    def _without(self, i: int, start: float, step: int) -> float:
+        """When a task could start if it did not wait for pending collectives."""
+        done = (self.stops[step][other] for other in self.waits[i] if other not in self.pending)
+        return max(start, *done)
 
     def result(self) -> Simulation:
         """What the steps so far come to."""

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import handmade
@@ -36,6 +37,38 @@ def test_two_streams_overlap_and_only_the_rest_is_exposed(seconds, step, exposed
     simulation = simulate(overlapped(seconds))
     assert simulation.step_seconds == pytest.approx(step)
     assert simulation.exposed_communication == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(("seconds", "step"), [(0.5, 4.5), (1.5, 5.5), (5.0, 9.0)])
+def test_without_overlap_a_collective_takes_its_time_where_it_is_waited_for(seconds, step):
+    simulation = simulate(replace(overlapped(seconds), overlap=False))
+    assert simulation.step_seconds == pytest.approx(step)
+    assert simulation.exposed_communication == pytest.approx(seconds)
+    (start,) = [e.start for e in simulation.events if e.task == "c0" and e.step == 0]
+    assert start == pytest.approx(3.0)
+
+
+def test_without_overlap_those_before_it_on_the_stream_come_first_and_others_last():
+    """t0 -> c0, c1, c2; t1 needs c1; nobody needs c2."""
+    m = Maker("data=2")
+    names = ["a0", "a1", "a2"], ["b0", "b1", "b2"]
+    registers = [
+        m.tensor(n, (), layout, 4 * (3 * i + j))
+        for i, layout in enumerate(["P", "B"])
+        for j, n in enumerate(names[i])
+    ]
+    registers += [m.tensor("y", (), "B", 24)]
+    tasks = [compute(f"t{n}", "f", "", n, 1.0) for n in names[0]]
+    tasks += [
+        collective(f"c{j}", "all_reduce", "data", f"a{j}", f"b{j}", 10.0 ** (j + 1))
+        for j in range(3)
+    ]
+    tasks.append(compute("t1", "g", "b1", "y", 1.0))
+    made = m.plan([], [program("train", registers, tasks, outputs=(Output("y", "y"),))], 28)
+    events = {e.task: e for e in simulate(replace(made, overlap=False), steps=1).events}
+    assert (events["c0"].start, events["c1"].start) == (3.0, 13.0)
+    assert events["t1"].start == 113.0
+    assert events["c2"].start == 114.0
 
 
 def test_factors_slow_a_stream_or_its_kind():
