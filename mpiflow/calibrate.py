@@ -27,7 +27,15 @@ from mpiflow.calibrate_kernels import (
     measure_rates,
     process_base,
 )
-from mpiflow.calibrate_links import QUICK_SIZES, SIZES, Series, fit_link, hosts_of, measure_links
+from mpiflow.calibrate_links import (
+    QUICK_SIZES,
+    SIZES,
+    Series,
+    fit_link,
+    hosts_of,
+    measure_links,
+    measure_overlap,
+)
 from mpiflow.calibrate_storage import fit_storage, time_reads, write_rows
 from mpiflow.compiler.machine import Link, Machine, find_machine
 from mpiflow.compiler.machinefile import to_toml
@@ -76,6 +84,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
     _meet(transport)
     calls = measure_ops(quick=options.quick)
     links = measure_links(transport, hosts, QUICK_SIZES if options.quick else SIZES)
+    overlap = transport.size == 1 or measure_overlap(transport, hosts)
     reads = _measure_reads(transport, hosts, options)
     mine = [base, rates.plain(), [call.seconds for call in calls], reads]
     gathered = transport.gather(json.dumps(mine).encode())
@@ -89,6 +98,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
             rates=rates.over_ranks(theirs),
             calls=_over_ranks(calls, seconds),
             links=links,
+            overlap=overlap,
             reads=[(n, statistics.median(t)) for (n, *t) in _columns(points)],
         )
         reports.append(_report(measured, hosts, options))
@@ -143,6 +153,7 @@ class _Measured:
     rates: Rates
     calls: list[Call]
     links: Mapping[str, Sequence[Series]]
+    overlap: bool
     reads: list[tuple[float, float]]
 
 
@@ -161,6 +172,7 @@ def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Option
         launch=rates.launch,
         inner=inner,
         outer=levels["outer"][0] if several else inner,
+        overlap=measured.overlap,
         storage=storage.bandwidth,
         read_latency=storage.latency,
         process_bytes=measured.base,
@@ -172,6 +184,7 @@ def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Option
         *_rate_rows(rates),
         Row("ops", f"{len(kernels)} of them, over {len(measured.calls)} kernels", op_fit),
         *(row for level, (link, fits) in levels.items() for row in _link_rows(level, link, fits)),
+        *_overlap_rows(levels, measured.overlap),
         Row("reading", _port_text(storage.latency, storage.bandwidth), storage.fit),
         Row("a rank's process", size_text(measured.base)),
     )
@@ -211,6 +224,11 @@ def _rate_rows(rates: Rates) -> list[Row]:
         Row("memory", f"{rates.memory / 1e9:.3g} GB/s"),
         Row("launch of a kernel", time_text(rates.launch)),
     ]
+
+
+def _overlap_rows(levels: Mapping[str, Any], overlap: bool) -> list[Row]:
+    text = "beside computation" if overlap else "only while a rank waits for it"
+    return [Row("communication", text)] if levels else []
 
 
 def _link_rows(level: str, link: Link, fits: Mapping[str, Fit]) -> list[Row]:

@@ -30,6 +30,7 @@ QUICK_SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 _TURNS, _MOST_ROUNDS = 5, 20
 _SWEEP_SECONDS = 0.03
 """What the calls of one size may take in a sweep, if more than one round fits."""
+_OVERLAP_BYTES = 1 << 20
 _FEWEST_SWEEPS, _MOST_SWEEPS = 2, 10
 
 
@@ -111,6 +112,35 @@ def _time(transport: Transport, group: Group, start: Start) -> float:
     calmest = min(_round(transport, start) for _ in range(rounds))
     waited = _everyone(transport, calmest if group.size > 1 else 0.0)
     return statistics.median(t for t in waited if t)
+
+
+def measure_overlap(transport: Transport, hosts: Sequence[Sequence[int]]) -> bool:
+    """Collective. Whether an all_reduce progresses while the ranks compute, for once and for long.
+
+    If it does, little of it is left to wait for after twice its time; else nearly all of it.
+    """
+    ways = partitions(hosts)
+    way = (ways["inner"] or ways["outer"])[0]
+    members = next(group for group in way if transport.rank in group)
+    group = transport.group(tuple(members), "calibrate overlap")
+    start = _bind(group, "all_reduce", _OVERLAP_BYTES)
+    alone = max(_everyone(transport, min(_round(transport, start) for _ in range(_MOST_ROUNDS))))
+    left = [_left_after(transport, start, 2 * alone) for _ in range(_MOST_ROUNDS)]
+    waited = max(_everyone(transport, min(left) if group.size > 1 else 0.0))
+    return waited < alone / 2
+
+
+def _left_after(transport: Transport, start: Start, seconds: float) -> float:
+    """Collective. How long an exchange takes on after so long a computation beside it."""
+    matrix = np.full((64, 64), 0.5, np.float32)
+    product = np.empty_like(matrix)
+    transport.barrier().wait(transport.check)
+    request = start()
+    ends = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < ends:
+        np.matmul(matrix, matrix, out=product)
+    request.wait(transport.check)
+    return time.perf_counter() - began
 
 
 def _round(transport: Transport, start: Start) -> float:

@@ -216,6 +216,7 @@ class _Compiler:
             mesh=self.mesh,
             device=self.target.device,
             machine=self.machine.name,
+            overlap=self.machine.overlap,
             numerics=NUMERICS,
             seed=self.job.seed,
             identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),

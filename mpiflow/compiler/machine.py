@@ -83,6 +83,7 @@ class Machine:
     `nodes` is 0 where their number is not fixed, `devices_per_node` where all ranks share a node,
     `memory_bytes` where a device's memory is not known. A `hierarchical` collective reduces within
     the nodes first; otherwise a group on several nodes runs at the speed of the outer link.
+    `overlap` says whether collectives progress while the rank computes, or only while it waits.
     `kernels` has the ops that were measured, by name.
     """
 
@@ -101,6 +102,7 @@ class Machine:
     nodes: int = 0
     devices_per_node: int = 0
     hierarchical: bool = False
+    overlap: bool = True
     host_link: Link | None = None
 
     def peak(self, dtype: str, unit: str = MATRIX) -> float:

@@ -3,7 +3,7 @@
 name, nodes, devices_per_node, process_bytes
 [device]        memory_bytes, memory_bandwidth, launch_seconds, matrix_flops, vector_flops,
                 memory_curve, matrix_curves
-[links]         hierarchical
+[links]         hierarchical, overlap
 [links.inner]   latency_seconds, bandwidth, call_seconds, [[collectives]]; [links.outer] alike
 [host_link]     latency_seconds, bandwidth; [storage] alike
 """
@@ -32,7 +32,7 @@ _TOP = ("name", "nodes", "devices_per_node", "process_bytes", "device", "links",
         "storage")  # fmt: skip
 _DEVICE = ("memory_bytes", "memory_bandwidth", "launch_seconds", "matrix_flops", "vector_flops",
            "kernels")  # fmt: skip
-_LINKS = ("inner", "outer", "hierarchical")
+_LINKS = ("inner", "outer", "hierarchical", "overlap")
 _LINK = ("latency_seconds", "bandwidth", "call_seconds", "collectives")
 _COLLECTIVE = ("kind", "members", "curve")
 _PORT = ("latency_seconds", "bandwidth")
@@ -78,6 +78,7 @@ def parse(content: bytes, file: str) -> Machine:
         inner=inner,
         outer=_link(links.table("outer", _LINK)) if "outer" in links.values else inner,
         hierarchical=links.truth("hierarchical", default=False),
+        overlap=links.truth("overlap", default=True),
         host_link=_port(top.table("host_link", _PORT)) if "host_link" in values else None,
         storage=storage.positive("bandwidth"),
         read_latency=storage.number("latency_seconds"),
@@ -154,7 +155,7 @@ def to_toml(machine: Machine, remarks: Mapping[str, str] | None = None) -> str:
         ("", _top(machine)),
         ("device", _device(machine)),
         ("device.kernels", {op: [k.seconds, k.factor] for op, k in machine.kernels.items()}),
-        ("links", {"hierarchical": True} if machine.hierarchical else {}),
+        ("links", _link_truths(machine)),
         *_link_sections("links.inner", machine.inner),
         *(_link_sections("links.outer", outer) if outer else ()),
         *((("host_link", _port_values(machine.host_link)),) if machine.host_link else ()),
@@ -179,6 +180,11 @@ def _device(machine: Machine) -> dict[str, Any]:
         "vector_flops": dict(machine.vector_flops) or None,
     }
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _link_truths(machine: Machine) -> dict[str, Any]:
+    truths = {"hierarchical": True} if machine.hierarchical else {}
+    return truths if machine.overlap else {**truths, "overlap": False}
 
 
 def _link_sections(name: str, link: Link) -> list[tuple[str, dict[str, Any]]]:

@@ -84,6 +84,7 @@ def compile_predict(
         mesh=target.mesh,
         device=target.device,
         machine=target.machine.name,
+        overlap=target.machine.overlap,
         numerics=NUMERICS,
         seed=job.seed,
         identity=(*_identity(graphs[0], job, data), *identity_section(ops)),

@@ -6,7 +6,15 @@ import pytest
 from mpiflow.calibrate_fit import fit_curve, fit_line, fit_of
 from mpiflow.calibrate_jobs import Drawn, references
 from mpiflow.calibrate_kernels import Call, Rates, fit_ops
-from mpiflow.calibrate_links import KINDS, Series, fit_link, hosts_of, measure_links, partitions
+from mpiflow.calibrate_links import (
+    KINDS,
+    Series,
+    fit_link,
+    hosts_of,
+    measure_links,
+    measure_overlap,
+    partitions,
+)
 from mpiflow.calibrate_storage import fit_storage, forget_pages, time_reads, write_rows
 from mpiflow.compiler.cost import ideal_seconds
 from mpiflow.compiler.machine import Kernel, find_machine
@@ -140,6 +148,17 @@ def test_links_are_measured_on_threads_of_two_hosts():
     for level in ("inner", "outer"):
         assert [(s.kind, s.members) for s in first[level]] == [(kind, 2) for kind in KINDS]
         assert all(seconds > 0 for s in first[level] for seconds in s.seconds)
+
+
+@pytest.mark.ranks(2)
+def test_overlap_is_what_is_left_to_wait_for(monkeypatch):
+    def measure(transport):
+        return measure_overlap(transport, hosts_of(transport))
+
+    # Threads exchange when the last one comes: nothing is left after the computation.
+    assert run_local(2, measure) == [True, True]
+    monkeypatch.setattr("mpiflow.calibrate_links._left_after", lambda *_: 1.0)
+    assert run_local(2, measure) == [False, False]
 
 
 def test_a_link_has_the_latency_of_messages_and_the_curves_of_collectives():

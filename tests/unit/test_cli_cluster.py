@@ -96,6 +96,20 @@ def test_the_plan_names_the_machine_and_the_program_does_not_depend_on_it(call):
     assert "for machine site " in out
 
 
+def test_without_overlap_all_communication_is_exposed(call):
+    Path("serial.toml").write_text(
+        SITE.replace("[links.inner]", "[links]\noverlap = false\n[links.inner]")
+    )
+    exposed = []
+    for name in ("site.toml", "serial.toml"):
+        code, out, _ = call("simulate", DECLARED, "--ranks", 6, "--cluster", name, "--json")
+        assert code == 0
+        made = json.loads(out)
+        exposed.append(made["exposed"]["comm"] / made["busy"]["comm.data"])
+    assert exposed[0] < 0.99
+    assert exposed[1] == pytest.approx(1.0)
+
+
 def test_simulate_takes_a_cluster(call):
     seconds = []
     for name in ("cpu", "site.toml"):
