@@ -40,7 +40,8 @@ class Timing:
     count: int
 
     def __str__(self) -> str:
-        lines = [f"{self.micro_batches} micro-batches, {self.count} loops"]
+        loops = f"{self.count} loop{'s' * (self.count > 1)}"
+        lines = [f"{self.micro_batches} micro-batches, {loops}"]
         for node, signature in self.signatures.items():
             turns = ", ".join(f"loop {loop}" for loop in self.loops[node]) or "once"
             lines.append(f"  {node.name:34} {signature}  {turns}")

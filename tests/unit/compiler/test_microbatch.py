@@ -79,6 +79,7 @@ def standardised(x):
 def test_an_early_value_that_needs_an_early_value_takes_two_loops_before_the_main_one():
     found, timing = divided(lambda x, label: squares(nn.Dense(3, name="d")(standardised(x))))
     assert timing.count == 3
+    assert str(timing).startswith("4 micro-batches, 3 loops\n")
     assert found["reduce_sum"][0] == (1,)
     assert found["subtract"][0] == (2, 3)
     assert found["reduce_sum.1"][0] == (2,)
