@@ -140,7 +140,7 @@ class _Run:
             if self.overlap or stream_kind(task.stream) != "comm":
                 self._fire(i, start, step)
             else:
-                self.pending[i] = self.free[task.stream] = start
+                self.pending[i] = start
         for i in list(self.pending):
             self._settle(i, computed, step)
         inside = [stops[i] for i in self.order if not self._outlives(i)]
@@ -158,8 +158,7 @@ class _Run:
         stream = self.program.tasks[i].stream
         for other in list(self.pending):
             if i in self.pending and self.program.tasks[other].stream == stream:
-                self._fire(other, max(now, self.pending.pop(other)), step)
-                now = self.stops[step][other]
+                self._fire(other, max(now, self.pending.pop(other), self.free[stream]), step)
 
     def _outlives(self, task: int) -> bool:
         return self.program.tasks[task].stream in (READ, WRITE)
@@ -188,7 +187,7 @@ class _Run:
     def _without(self, i: int, start: float, step: int) -> float:
         """When a task could start if it did not wait for pending collectives."""
         done = (self.stops[step][other] for other in self.waits[i] if other not in self.pending)
-        return max(start, *done)
+        return max((start, *done))
 
     def result(self) -> Simulation:
         """What the steps so far come to."""

@@ -4,8 +4,9 @@ from itertools import pairwise
 import handmade
 import pytest
 from handmade import Maker, collective, compute, data_set, program, read, write
+from random_plans import random_plan
 
-from mpiflow.errors import PlanError
+from mpiflow.errors import PlanError, VerifyError
 from mpiflow.plan.records import Output
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.text import timeline
@@ -69,6 +70,25 @@ def test_without_overlap_those_before_it_on_the_stream_come_first_and_others_las
     assert (events["c0"].start, events["c1"].start) == (3.0, 13.0)
     assert events["t1"].start == 113.0
     assert events["c2"].start == 114.0
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_without_overlap_steps_take_no_less_and_at_most_the_sum(seed):
+    plan, steps = random_plan(seed), 4
+    try:
+        free = simulate(plan, steps=steps)
+    except VerifyError:
+        return  # a plan with a circle of waits
+    bound = simulate(replace(plan, overlap=False), steps=steps)
+    total = sum(task.seconds for task in plan.program("train").tasks)
+    assert len(bound.events) == len(free.events)
+    assert free.ends[-1] <= bound.ends[-1] + 1e-9
+    assert bound.ends[-1] <= steps * total + 1e-9
+    for stream, tasks in plan.program("train").order:
+        events = [e for e in bound.events if e.stream == stream]
+        names = [plan.program("train").tasks[i].name for i in tasks]
+        assert [e.task for e in events] == steps * names
+        assert all(a.stop <= b.start + 1e-9 for a, b in pairwise(events))
 
 
 def test_factors_slow_a_stream_or_its_kind():
