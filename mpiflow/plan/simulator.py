@@ -154,11 +154,26 @@ class _Run:
         self.events.append(Event(task.name, task.stream, start, stop, step))
 
     def _settle(self, i: int, now: float, step: int) -> None:
-        """Carry out a collective that is waited for now, after those before it on its stream."""
+        """Carry out a collective that is waited for now, after those before it on its stream.
+
+        What it needs of other streams comes first: a pending collective does not wait for others.
+        """
         stream = self.program.tasks[i].stream
         for other in list(self.pending):
             if i in self.pending and self.program.tasks[other].stream == stream:
-                self._fire(other, max(now, self.pending.pop(other), self.free[stream]), step)
+                for needed in self._pending_needs(other):
+                    self._settle(needed, now, step)
+                start = max(now, self.pending.pop(other), self.free[stream])
+                self._fire(other, self._without(other, start, step), step)
+
+    def _pending_needs(self, i: int) -> list[int]:
+        """The pending collectives that a task needs, other than those before it on its stream."""
+        tasks, needs = self.program.tasks, self.needs[i] if self.pending else ()
+        return [
+            other
+            for other in self.pending
+            if tasks[other].name in needs and tasks[other].stream != tasks[i].stream
+        ]
 
     def _outlives(self, task: int) -> bool:
         return self.program.tasks[task].stream in (READ, WRITE)
@@ -169,12 +184,12 @@ class _Run:
         if task.stream != READ:
             start = max(start, begin)
         reason = "compute"
-        needs = self.needs[i] if self.pending else ()
-        for other in [o for o in self.pending if self.program.tasks[o].name in needs]:
-            self._settle(other, self._without(i, start, step), step)
+        if stream_kind(task.stream) != "comm":
+            for other in self._pending_needs(i):
+                self._settle(other, self._without(i, start, step), step)
         for other in self.waits[i]:
             if other in self.pending:
-                continue  # before it on its stream: it has started
+                continue  # this one is to be pending too
             if self.stops[step][other] > start:
                 start = self.stops[step][other]
                 reason = stream_kind(self.program.tasks[other].stream)
@@ -185,7 +200,7 @@ class _Run:
         return start, reason
 
     def _without(self, i: int, start: float, step: int) -> float:
-        """When a task could start if it did not wait for pending collectives."""
+        """When a task could start, at `start` or after, if it waited for nothing pending."""
         done = (self.stops[step][other] for other in self.waits[i] if other not in self.pending)
         return max((start, *done))
 

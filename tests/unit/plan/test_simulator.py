@@ -72,6 +72,26 @@ def test_without_overlap_those_before_it_on_the_stream_come_first_and_others_las
     assert events["c2"].start == 114.0
 
 
+def test_without_overlap_a_collective_of_a_collective_waits_with_it():
+    """t0 -> c0 -> c1 (of another axis) -> t2, beside t1."""
+    m = Maker("data=2,model=2")
+    layouts = {"a": "P P", "b": "B P", "c": "B B", "x": "B B", "y": "B B"}
+    registers = [m.tensor(n, (), layout, 4 * i) for i, (n, layout) in enumerate(layouts.items())]
+    tasks = [
+        compute("t0", "f", "", "a", 1.0),
+        collective("c0", "all_reduce", "data", "a", "b", 10.0),
+        collective("c1", "all_reduce", "model", "b", "c", 100.0),
+        compute("t1", "g", "a", "x", 5.0),
+        compute("t2", "h", "c x", "y", 1.0),
+    ]
+    made = m.plan([], [program("train", registers, tasks, outputs=(Output("y", "y"),))], 20)
+    events = {e.task: e for e in simulate(replace(made, overlap=False), steps=1).events}
+    starts = [events[name].start for name in ("c0", "c1", "t2")]
+    assert starts == pytest.approx([6.0, 16.0, 116.0])
+    free = {e.task: e for e in simulate(made, steps=1).events}
+    assert [free[n].start for n in ("c0", "c1", "t2")] == pytest.approx([1.0, 11.0, 111.0])
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_without_overlap_steps_take_no_less_and_at_most_the_sum(seed):
     plan, steps = random_plan(seed), 4
