@@ -157,6 +157,7 @@ class _Compiler:
         self.observe("trace", program, graph)
         by_row = take_rows(graph, rows)
         notes = check(graph)
+        graph.drop_unread_inputs()
         self.observe("check", program, graph)
         if training:
             self.notes += notes

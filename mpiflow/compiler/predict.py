@@ -125,7 +125,7 @@ def _graph(job: Job, wanted: Wanted, name: str, rows: int) -> Graph:
                 f"{', '.join(graph.outputs)} need the field {field.name!r}, which"
                 f" {data.pattern} does not have; choose outputs with --outputs"
             )
-    graph.inputs = {name: tensor for name, tensor in graph.inputs.items() if tensor in read}
+    graph.drop_unread_inputs()
     graph.variables = {n: v for n, v in graph.variables.items() if v.tensor in read}
     return graph
 

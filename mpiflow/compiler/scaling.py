@@ -8,11 +8,10 @@ from mpiflow.graph.graph import Graph, Variable
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import apply
 from mpiflow.ops.elementwise import add, multiply
-from mpiflow.ops.index import equal
 from mpiflow.ops.random import Fill, fill
 from mpiflow.ops.rowupdate import RowUpdate
 from mpiflow.ops.scaling import CountNonFinite, NextLossScale
-from mpiflow.ops.select import where
+from mpiflow.ops.select import equal, where
 from mpiflow.optim.rows import Gradient, Rows
 
 SCALE, GOOD = "loss_scale", "loss_scale.good_steps"

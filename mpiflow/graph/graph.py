@@ -184,6 +184,12 @@ class Graph:
                 kept.append(node)
         return kept[::-1]
 
+    def drop_unread_inputs(self) -> None:
+        """Forget the fields that nothing depends on."""
+        read = {tensor for node in self.live() for tensor in node.inputs}
+        read.update(self.outputs.values(), self.assigns.values())
+        self.inputs = {name: tensor for name, tensor in self.inputs.items() if tensor in read}
+
     def __str__(self) -> str:
         lines = [f"graph {self.name}"]
         lines += [f"  input     {tensor}" for tensor in self.inputs.values()]

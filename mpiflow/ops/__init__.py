@@ -21,7 +21,7 @@ from mpiflow.ops.elementwise import (
 )
 from mpiflow.ops.embedding import embedding
 from mpiflow.ops.gather import gather
-from mpiflow.ops.index import argmax, equal, pick
+from mpiflow.ops.index import argmax, pick
 from mpiflow.ops.losses import (
     arc_margin,
     binary_cross_entropy,
@@ -42,6 +42,7 @@ from mpiflow.ops.sample import block_count, sample_rows
 from mpiflow.ops.scatter import add_at, one_hot
 from mpiflow.ops.select import (
     clip,
+    equal,
     greater,
     greater_equal,
     keep,

@@ -168,11 +168,6 @@ def require_index(op: Op, dtype: str) -> None:
         raise GraphError(f"{op.name} takes integers as indices, not {dtype}; cast them")
 
 
-def equal(x: Tensor, y: Tensor) -> Tensor:
-    """Whether x and y are equal, elementwise."""
-    return apply(Equal(), x, y)
-
-
 def argmax(x: Tensor, dim: int = -1) -> Tensor:
     """The index of the first maximum along `dim`."""
     return apply(ArgMax(dim_index(x.ndim, dim, "argmax")), x)

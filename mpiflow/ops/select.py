@@ -11,6 +11,7 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor, is_float
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal
 from mpiflow.ops.elementwise import Arithmetic, Elementwise, FloatElementwise, as_number
+from mpiflow.ops.index import Equal
 from mpiflow.ops.random import fill
 from mpiflow.ops.reduction import reduce_to
 
@@ -243,6 +244,11 @@ def less(x: Tensor, y: Number) -> Tensor:
 def less_equal(x: Tensor, y: Number) -> Tensor:
     """Whether x <= y, elementwise; y may be a number."""
     return _compare("less_equal", x, y)
+
+
+def equal(x: Tensor, y: Number) -> Tensor:
+    """Whether x and y are equal, elementwise; y may be a number."""
+    return apply(Equal(), x, _tensor(y, x))
 
 
 def not_equal(x: Tensor, y: Number) -> Tensor:

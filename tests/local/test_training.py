@@ -4,6 +4,7 @@ import reference
 from jobs import (
     MemoryReader,
     classifier_plan,
+    compile_for,
     data,
     evaluate,
     on_ranks,
@@ -11,6 +12,7 @@ from jobs import (
 )
 
 import mpiflow as mf
+from mpiflow import nn
 from mpiflow.errors import DataError, PlanError, TaskError
 from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session
@@ -321,3 +323,18 @@ def test_a_share_of_hits_is_the_same_number_on_any_ranks():
         return [outputs["accuracy"] for _, outputs in results[0]]
 
     assert shares("data=1") == shares("data=2") == shares("data=3")
+
+
+def test_a_field_that_a_model_asks_for_and_does_not_use_is_not_read():
+    def model(batch):
+        batch["label"] + 1
+        x = nn.Dense(1, name="fc")(mf.cast(batch["image"], "float32"))
+        return {"loss": mf.mean(mf.square(x)), "ones": mf.mean(mf.equal(batch["image"], 1))}
+
+    job = mf.Job("one-field", model, train=mf.Dataset("train-*.h5", batch=8), optimizer=mf.SGD(0.0))
+    plan = compile_for("data=2", job)
+    read = next(t for t in plan.program("train").tasks if t.kind == "read")
+    assert read.attributes["fields"] == ["image"]
+    outputs = on_ranks(plan, lambda session: train(session, 2))[0][-1]
+    assert outputs["loss"] > 0
+    assert 0 < outputs["ones"] < 1
