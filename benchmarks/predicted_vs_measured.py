@@ -1,12 +1,14 @@
 """Predicted against measured seconds of a step, after calibrating this machine.
 
     python benchmarks/predicted_vs_measured.py [--cluster FILE.toml] [--quick] [--steps N]
-                                               [--ranks 1,2] [NAME ...]
+                                               [--ranks 1,2] [--cpu] [NAME ...]
 
 Calibrates on as many ranks as the largest number given, unless --cluster names a machine file;
-then trains each job for some steps on each number of ranks, and compares the seconds of a step with
-those of its plan. `median` is over all steps but the first ones, `calm` that of the calmest five
-steps in a row, which other load on the machine disturbs least; errors are those of `calm`.
+then runs training steps of each job on each number of ranks, without saving or evaluating, and
+compares them with the plan's prediction. `median` is over all steps but the first ones, `calm`
+that of the calmest five steps in a row, which other load on the machine disturbs least; errors are
+those of `calm`. On a busy machine --cpu counts the seconds that the main thread was at work, which
+says how good the prices of kernels are; what ranks wait for is not in it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,11 +35,46 @@ JOBS = {
 }
 
 
-def run(ranks: int, *arguments: object) -> None:
-    """`mpiflow` on so many ranks; its output is shown where it fails."""
+def train(name: str, data: Path, cluster: str, steps: int, cpu: bool) -> None:
+    """One rank of a job; rank 0 prints the predicted and the measured seconds as JSON."""
+    from mpiflow.compiler.machine import find_machine
+    from mpiflow.exec.failure import guard
+    from mpiflow.exec.launch import connect
+    from mpiflow.exec.session import Session
+    from mpiflow.io.dataset import open_reader
+    from mpiflow.jobfile import load_job
+    from mpiflow.planning import choose_mesh, make_plan
+
+    file, *settings = JOBS[name]
+    transport = connect()
+    with guard(transport):
+        job, folder = load_job(str(ROOT / "examples" / file), settings)
+        # Rank 0 first: it may have data to generate.
+        transport.on_root(lambda: job.train.make and job.train.make(data))
+        mesh = choose_mesh(transport.size, None)
+        plan = make_plan(job, folder, mesh, data, machine=find_machine(cluster))
+        program = plan.program("train")
+        read = next(task for task in program.tasks if task.kind == "read")
+        field = plan.tensors(program)[read.outputs[0]]
+        rows = plan.slice(transport.rank, program).box(field)[0]
+        session = Session(plan, transport, {"train": open_reader(plan.data[0], data, rows=rows)})
+        session.run("initialise")
+        session.expect("train", range(steps))
+        clock, seconds = time.thread_time if cpu else time.perf_counter, []
+        for step in range(steps):
+            began = clock()
+            session.run("train", step)
+            seconds.append(clock() - began)
+        session.close()
+        transport.barrier().wait()
+        if transport.rank == 0:
+            print(json.dumps([program.seconds, seconds]))
+
+
+def mpiexec(ranks: int, *arguments: object) -> str:
+    """What python prints on so many ranks; its errors are shown where it fails."""
     beside = Path(sys.executable).parent / "mpiexec"
-    command = [beside if beside.exists() else "mpiexec", "-n", ranks, sys.executable, "-m",
-               "mpiflow", *arguments]  # fmt: skip
+    command = [beside if beside.exists() else "mpiexec", "-n", ranks, sys.executable, *arguments]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [str(part) for part in command],
@@ -46,20 +84,29 @@ def run(ranks: int, *arguments: object) -> None:
     )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
-def compare(name: str, ranks: int, cluster: Path, data: Path, steps: int) -> tuple[float, ...]:
+def compare(name: str, ranks: int, *arguments: object) -> tuple[float, float, float]:
     """Predicted seconds of a step, the median, and that of the calmest steps."""
-    file, *settings = JOBS[name]
-    out = data / f"run-{name}-{ranks}"
-    sets = [part for setting in settings for part in ("--set", setting)]
-    run(ranks, "run", ROOT / "examples" / file, "--data", data, "--out", out, "--fresh",
-        "--steps", steps + WARM, "--cluster", cluster, *sets)  # fmt: skip
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    seconds = [row["seconds"] for row in rows if "seconds" in row][WARM:]
+    output = mpiexec(ranks, __file__, "--train", name, *arguments)
+    predicted, seconds = json.loads(output.splitlines()[-1])
+    seconds = seconds[WARM:]
     windows = [seconds[i : i + CALM] for i in range(len(seconds) - CALM + 1)]
-    predicted = rows[-1]["predicted"]["step_seconds"]
     return predicted, statistics.median(seconds), min(map(statistics.median, windows))
+
+
+def report(names: list[str], counts: list[int], *arguments: object) -> None:
+    print(f"{'job':12} ranks  predicted     median       calm   error", flush=True)
+    errors = []
+    for name in names:
+        for ranks in counts:
+            found = compare(name, ranks, *arguments)
+            errors.append(found[0] / found[2] - 1)
+            times = "".join(f"{1e3 * seconds:8.2f} ms" for seconds in found)
+            print(f"{name:12} {ranks:5}{times}  {100 * errors[-1]:+5.0f} %", flush=True)
+    sizes = [100 * abs(error) for error in errors]
+    print(f"median error {statistics.median(sizes):.0f} %, largest {max(sizes):.0f} %")
 
 
 def main() -> None:
@@ -68,36 +115,26 @@ def main() -> None:
     )
     options.add_argument("--cluster", type=Path)
     options.add_argument("--quick", action="store_true", help="calibrate --quick")
-    options.add_argument("--steps", type=int, default=30)
+    options.add_argument("--steps", type=int, default=40)
     options.add_argument("--ranks", default="1,2")
+    options.add_argument("--cpu", action="store_true")
     options.add_argument("names", nargs="*", default=list(JOBS), metavar="NAME")
+    options.add_argument("--train", nargs=5, help=argparse.SUPPRESS)
     given = options.parse_args()
+    if given.train:
+        name, data, cluster, steps, cpu = given.train
+        train(name, Path(data), cluster, int(steps), cpu == "True")
+        return
     counts = [int(part) for part in given.ranks.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
-        subprocess.run(
-            [sys.executable, ROOT / "examples" / "pack_digits.py", "--out", data / "digits"],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        cluster = given.cluster
-        if cluster is None:
-            cluster = data / "here.toml"
-            run(max(counts), "calibrate", "-o", cluster, *["--quick"] * given.quick)
-        errors = []
-        print(f"{'job':12} ranks  predicted     median       calm   error", flush=True)
-        for name in given.names:
-            for ranks in counts:
-                predicted, middle, calm = compare(name, ranks, cluster, data, given.steps)
-                errors.append(abs(predicted / calm - 1))
-                times = "".join(f"{1e3 * t:8.2f} ms" for t in (predicted, middle, calm))
-                print(
-                    f"{name:12} {ranks:5}{times}  {100 * (predicted / calm - 1):+5.0f} %",
-                    flush=True,
-                )
-        print(
-            f"median error {100 * statistics.median(errors):.0f} %,"
-            f" largest {100 * max(errors):.0f} %"
-        )
+        pack = [sys.executable, ROOT / "examples" / "pack_digits.py", "--out", data / "digits"]
+        subprocess.run(pack, check=True, capture_output=True)
+        cluster = given.cluster or data / "here.toml"
+        if given.cluster is None:
+            quick = ["--quick"] * given.quick
+            mpiexec(max(counts), "-m", "mpiflow", "calibrate", "-o", cluster, *quick)
+        report(given.names, counts, data, cluster, given.steps + WARM, given.cpu)
 
 
 if __name__ == "__main__":
