@@ -81,7 +81,9 @@ def _compile(
     job, folder = load_job(options.job, options.set)
     if options.micro_batches is not None:
         job = replace(job, micro_batches=options.micro_batches)
-    return make_plan(job, folder, mesh, Path(options.data), machine=machine, observe=observe)
+    return make_plan(
+        job, folder, mesh, Path(options.data), machine=machine, zero=options.zero, observe=observe
+    )
 
 
 def check(options: Namespace) -> None:
@@ -172,7 +174,7 @@ def _plan_or_job(options: Namespace) -> Plan:
     _refuse_ops_beside_job(options)
     if not options.job.endswith(".plan"):
         return _compile(options)
-    _refuse_beside_plan(options, "cluster", "mesh", "micro_batches", "set", "ranks")
+    _refuse_beside_plan(options, "cluster", "mesh", "micro_batches", "set", "ranks", "zero")
     return _load(options.job, options.ops)
 
 
@@ -202,7 +204,7 @@ def run(options: Namespace) -> int:
     from the newest complete checkpoint in the run's folder, unless --fresh.
     """
     if options.job.endswith(".plan"):
-        _refuse_beside_plan(options, "cluster", "mesh", "micro_batches", "set")
+        _refuse_beside_plan(options, "cluster", "mesh", "micro_batches", "set", "zero")
     _refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")

@@ -11,6 +11,7 @@ from mpiflow.compiler.cost import spread
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import Machine, find_machine
 from mpiflow.compiler.signature import DATA
+from mpiflow.compiler.zero import check_level
 from mpiflow.errors import JobError, UsageError
 from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.tensor import DTYPES
@@ -46,6 +47,7 @@ def make_plan(
     data_folder: Path,
     *,
     machine: Machine | None = None,
+    zero: int = 0,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
     """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`.
@@ -55,6 +57,7 @@ def make_plan(
     from mpiflow.io.dataset import cache_bytes
 
     machine = machine or find_machine("cpu")
+    check_level(zero)
     notes = machine_notes(machine, mesh)
     data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
     for name, dataset in job.evaluations.items():
@@ -63,7 +66,7 @@ def make_plan(
     plan = compile_job(
         job,
         data,
-        Target(mesh, machine),
+        Target(mesh, machine, zero=zero),
         folder=folder,
         cache_bytes=cache_bytes,
         observe=observe,

@@ -34,11 +34,12 @@ NUMERICS = "deterministic"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a job is compiled for."""
+    """What a job is compiled for, and the level of ZeRO that it is to have."""
 
     mesh: Mesh
     machine: Machine
     device: str = "host"
+    zero: int = 0
 
 
 def arrange(

@@ -95,6 +95,11 @@ class Builder:
             current = self.registers[name]
         return current
 
+    def redirect(self, made: Register, target: Register) -> None:
+        """Let the newest task give its output to `target`, and no register hold it."""
+        self.tasks[-1] = replace(self.tasks[-1], outputs=(target.name,))
+        del self.registers[made.name]
+
     def _hop(self, hop: Hop, source: Register, name: str, where: str) -> None:
         made = self.register(name, source.shape, source.dtype, hop.target)
         axis = self.mesh.names[hop.axis]

@@ -48,6 +48,7 @@ from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import check_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
+from mpiflow.compiler.zero import level_note
 from mpiflow.errors import CompileError, JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph
@@ -107,7 +108,9 @@ class _Compiler:
         mesh = self.mesh.in_time(self.job.micro_batches)
         timing = divide(graph, self.job.micro_batches) if mesh.timed else None
         self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
-        placed = choose(graph, mesh, self.machine, timing=timing)
+        if self.target.zero:
+            self.notes.append(level_note(self.target.zero))
+        placed = choose(graph, mesh, self.machine, timing=timing, zero=self.target.zero)
         self.observe("signatures", "train", placed)
         layouts = {
             name: placed.sources[v.tensor][mesh.timed :] for name, v in graph.variables.items()
@@ -126,6 +129,7 @@ class _Compiler:
                 data="train",
                 rows=train.batch,
                 timing=timing,
+                scatter=self.target.zero > 1,
             )
         )
         shown = self._averages(variables)

@@ -46,12 +46,14 @@ def lower(
     data: str,
     rows: int,
     timing: Timing | None = None,
+    scatter: bool = False,
 ) -> Program:
     """The tasks of a traced graph: read, compute, convert, update.
 
-    `mesh` is timed where the step is cut into micro-batches, as `timing` says.
+    `mesh` is timed where the step is cut into micro-batches, as `timing` says; with `scatter`,
+    gradients are split over the ranks before they are added up.
     """
-    return _Lowering(placed, variables, mesh, machine, timing).program(data, rows)
+    return _Lowering(placed, variables, mesh, machine, timing, scatter).program(data, rows)
 
 
 class _Lowering:
@@ -62,8 +64,10 @@ class _Lowering:
         mesh: Mesh,
         machine: Machine,
         timing: Timing | None,
+        scatter: bool,
     ) -> None:
         self.placed, self.graph, self.timing = placed, placed.graph, timing
+        self.scatter = scatter
         # By the name in the graph: an evaluation has averages in the place of weights.
         self.variables = dict(zip(variables, in_time(variables.values(), mesh), strict=True))
         self.build = Builder(mesh, machine, loops=timing.count if timing else 0)
@@ -113,6 +117,8 @@ class _Lowering:
         if wanted[0] == B and tensor in self.timing.made:
             build.loop = self.timing.made[tensor]
         held = self.values.get((tensor, build.loop)) or self.values[tensor, 0]
+        if self.scatter and held.layout[0] != wanted[0] and any(isinstance(x, S) for x in wanted):
+            held = build.convert(held, (held.layout[0], *wanted[1:]), where)
         found = build.convert(held, wanted, where)
         build.loop = loop
         return found
@@ -211,13 +217,19 @@ class _Lowering:
         return any(value not in node.outputs for value in values)
 
     def _copy_assigned(self) -> None:
-        """Values that could not be computed in place are copied once all readers are done."""
+        """Values that could not be computed in place are copied once all readers are done.
+
+        Those that have to be gathered first are received where they belong.
+        """
         for name, tensor in self.graph.assigns.items():
-            variable, where = self.variables[name], tensor.where
+            variable, tasks = self.variables[name], len(self.build.tasks)
             value = self._result(tensor, variable.layout)
-            if value is not variable:
+            made = len(self.build.tasks) > tasks and self.build.tasks[-1].outputs == (value.name,)
+            if made and self.build.tasks[-1].op == "all_gather":
+                self.build.redirect(value, variable)
+            elif value is not variable:
                 identity = REGISTRY["Identity"]()
-                self.build.compute(f"assign {name}", identity, [value], [variable], where)
+                self.build.compute(f"assign {name}", identity, [value], [variable], tensor.where)
 
     def _output(self, name: str, tensor: Tensor) -> Output:
         everywhere = (B,) * len(self.build.mesh.axes)

@@ -21,6 +21,7 @@ from mpiflow.compiler.cost import op_seconds
 from mpiflow.compiler.elimination import minimise
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
+from mpiflow.compiler.zero import split_variables
 from mpiflow.errors import CompileError, SbpError
 from mpiflow.graph.graph import Graph, Hint, Node, Variable
 from mpiflow.graph.mesh import Mesh
@@ -74,12 +75,14 @@ def choose(
     machine: Machine,
     variables: dict[str, Layout] | None = None,
     timing: Timing | None = None,
+    zero: int = 0,
 ) -> Placed:
     """The cheapest layouts; `variables` fixes those that another program has chosen.
 
-    `timing` fixes what everything is on the axis of time, where the mesh has one.
+    `timing` fixes what everything is on the axis of time, where the mesh has one. By the level of
+    `zero`, some variables are split over the axis `data`.
     """
-    return _Solver(graph, mesh, machine, variables, timing).solve()
+    return _Solver(graph, mesh, machine, variables, timing, split_variables(graph, zero)).solve()
 
 
 class _Solver:
@@ -92,15 +95,18 @@ class _Solver:
         machine: Machine,
         variables: dict[str, Layout] | None,
         timing: Timing | None,
+        split: set[str],
     ) -> None:
         self.graph, self.mesh, self.machine = graph, mesh, machine
-        self.fixed, self.timing = variables, timing
+        self.fixed, self.timing, self.split = variables, timing, split
         self.live = graph.live()
         # A mean is summed over the ranks before it is scaled, so that a count is exact on any.
         self.values = {*graph.assigns.values(), *graph.outputs.values()}
         hints = [*graph.hints.values(), *(v.hint for v in graph.variables.values())]
-        # A hint for all axes, or for this one, may ask for any split over it.
-        self.hinted = any(h is not None and (not isinstance(h, dict) or DATA in h) for h in hints)
+        # A hint for all axes, or for this one, may ask for any split over it; so does ZeRO.
+        self.hinted = bool(split) or any(
+            h is not None and (not isinstance(h, dict) or DATA in h) for h in hints
+        )
         self.domains: list[list[Choice]] = []
         # Repeated layers ask the same again: domains by (op, shapes, dtypes), prices beside them.
         self.known: dict[Any, tuple[list[Choice], Table]] = {}
@@ -167,15 +173,19 @@ class _Solver:
             return [Choice((), (self._stored(variable.hint, tensor),))]
         per_axis: list[list[Sbp]] = []
         for axis, (name, size) in enumerate(self.mesh.axes):
-            splits = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
-            whole = name == DATA or size == 1 or axis < self.mesh.timed
-            per_axis.append([B] if whole else [B, *splits])
-        layouts = [layout for layout in product(*per_axis)]
-        return [
-            Choice((), (layout,))
-            for layout in layouts
-            if boxing.is_legal(layout, tensor.shape, self.mesh)
-        ]
+            splits: list[Sbp] = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
+            if (
+                size == 1
+                or axis < self.mesh.timed
+                or (name == DATA and tensor.name not in self.split)
+            ):
+                per_axis.append([B])
+            elif name == DATA:
+                per_axis.append(splits or [B])
+            else:
+                per_axis.append([B, *splits])
+        layouts = [x for x in product(*per_axis) if boxing.is_legal(x, tensor.shape, self.mesh)]
+        return [Choice((), (layout,)) for layout in layouts]
 
     def _priced_domain(self, node: Node) -> tuple[list[Choice], Table]:
         """The choices of a node, and the seconds of each."""
