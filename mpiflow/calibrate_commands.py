@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from argparse import Namespace
 from pathlib import Path
 
-from mpiflow.errors import UsageError
+from mpiflow.errors import MpiflowError, UsageError
 from mpiflow.version import __version__
 
 
@@ -22,6 +23,8 @@ def calibrate(options: Namespace) -> None:
         raise UsageError(f"-o {out}: a machine file ends in .toml")
     if not out.parent.is_dir():
         raise UsageError(f"-o {out}: there is no folder {out.parent}")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UsageError(f"-o {out}: it cannot be written; name another file")
     if options.data is not None and not Path(options.data).is_dir():
         raise UsageError(
             f"--data {options.data}: no such folder; name one on the storage to measure"
@@ -39,7 +42,10 @@ def calibrate(options: Namespace) -> None:
         report = measure(transport, Options(options.name or out.stem, options.quick, data))
         if report is None:
             return
-        out.write_text(report.text)
+        try:
+            out.write_text(report.text)
+        except OSError as error:
+            raise MpiflowError(f"-o {out}: it cannot be written: {error.strerror}") from error
         print("\n".join(table(report.rows)))
         for remark in report.remarks:
             print(f"note: {remark}")

@@ -147,10 +147,12 @@ def test_a_cluster_that_is_not_there_is_said(call, cluster, message):
         (("-o", "site.txt"), "a machine file ends in .toml"),
         (("-o", "no/site.toml"), "there is no folder no"),
         (("-o", "x.toml", "--data", "no"), "--data no: no such folder"),
+        (("-o", "folder.toml"), "-o folder.toml: it cannot be written"),
         ((), "required: -o"),
     ],
 )
 def test_what_calibrate_cannot_do_is_said_before_it_measures(call, arguments, message):
+    Path("folder.toml").mkdir()
     code, _, err = call("calibrate", *arguments)
     assert code == 2
     assert message in err
