@@ -29,8 +29,10 @@ class Mixed:
     def __call__(self, op: Op, inputs: Tensors) -> Tensors:
         """The inputs in the dtypes that the op takes."""
         floats = {t.dtype for t in inputs if is_float(t.dtype)}
-        if op.precision == "any" or not floats or "float64" in floats:
+        if op.precision == "any" or not floats:
             return inputs
+        if "float64" in floats:  # the sums of a batch norm, or what the user computes in it
+            return tuple(self._as(t, FULL) if is_narrow(t.dtype) else t for t in inputs)
         wanted = self._wanted(op, inputs)
         return tuple(self._as(t, wanted) if is_float(t.dtype) else t for t in inputs)
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jobs import MemoryReader, classifier, compile_for, on_ranks, train
 
+import mpiflow as mf
+from mpiflow import nn
 from mpiflow.compiler.scaling import SCALE
 
 
@@ -43,6 +45,25 @@ def test_products_are_narrow_and_variables_and_updates_are_not():
     assert any(task.op == "Cast" for task in program.tasks)
 
 
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_batch_norm_and_its_gradients_are_not_narrow(precision):
+    """Its sums are float64, and so no reason to leave what they are combined with in 16 bits."""
+
+    def model(batch):
+        x = nn.Dense(8, bias=False, name="fc")(mf.cast(batch["image"], "float32") / 16)
+        logits = nn.Dense(5, name="out")(mf.relu(nn.BatchNorm(name="norm")(x)))
+        return {"loss": mf.mean(mf.cross_entropy(logits, batch["label"]))}
+
+    plan = compile_for("data=2", replace(classifier(40), model=model, precision=precision))
+    program = plan.program("train")
+    dtypes = {name: r.dtype for name, r in plan.tensors(program).items()}
+    ops = ("BatchSums", "BatchNorm", "BatchNormSlopes", "BatchNormGrad", "SlopeTotals")
+    found = {task.op: (*task.inputs, *task.outputs) for task in program.tasks if task.op in ops}
+    assert set(found) == set(ops)
+    for op, names in found.items():
+        assert precision not in {dtypes[name] for name in names}, op
+
+
 @pytest.mark.ranks(2)
 def test_an_infinity_skips_exactly_one_step_on_all_ranks_and_halves_the_scale():
     """Features are images over 16, so an infinite weight of one step gives infinite gradients."""
@@ -74,8 +95,6 @@ def test_an_infinity_skips_exactly_one_step_on_all_ranks_and_halves_the_scale():
 
 @pytest.mark.ranks(2)
 def test_a_float_input_that_overflows_is_one_skipped_step():
-    import mpiflow as mf
-    from mpiflow import nn
     from mpiflow.compiler.arrange import Target
     from mpiflow.compiler.driver import compile_job
     from mpiflow.compiler.machine import find_machine
