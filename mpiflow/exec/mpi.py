@@ -155,6 +155,9 @@ class MpiTransport(Transport):
         self.abort(1)
 
 
+_BITS = {"bool": np.uint8, "float16": np.uint16, "bfloat16": np.uint16}
+
+
 class MpiGroup(Group):
     """A communicator. A single message or collective has at most `limit` elements."""
 
@@ -259,8 +262,8 @@ class MpiGroup(Group):
         return self._reduce[call.reduce]
 
     def _buffer(self, array: np.ndarray, counts: tuple[int, ...] | None = None) -> list[Any]:
-        # MPI knows neither half floats nor NumPy's bools; where nothing is reduced, bits will do.
-        wire = {"bool": np.uint8, "float16": np.uint16}.get(array.dtype.name)
+        # MPI knows neither 16-bit floats nor NumPy's bools; where nothing is reduced, bits will do.
+        wire = _BITS.get(array.dtype.name)
         array = array if wire is None else array.view(wire)
         kind = self._mpi.Datatype.fromcode(array.dtype.char)
         return [array, array.size if counts is None else list(counts), kind]

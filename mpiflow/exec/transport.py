@@ -196,7 +196,7 @@ class Group(ABC):
     def _validate_reduction(self, call: Call) -> None:
         if call.reduce not in REDUCTIONS:
             raise TaskError(f"{self.label}: {call}: a reduction is one of {', '.join(REDUCTIONS)}")
-        if call.send.dtype in (np.bool_, np.float16):
+        if call.send.dtype.name in ("bool", "float16", "bfloat16"):
             raise TaskError(
                 f"{self.label}: {call}: MPI cannot reduce {call.send.dtype}; "
                 "cast to float32 (or int32) before it"

@@ -9,6 +9,13 @@ import pytest
 from mpiflow.errors import DataError, LaunchError, TaskError
 from mpiflow.graph.sbp import span
 
+try:
+    import ml_dtypes  # noqa: F401  (gives NumPy bfloat16)
+
+    NARROW = ("float16", "bfloat16")
+except ImportError:
+    NARROW = ("float16",)
+
 DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
           "float32", "float64")  # fmt: skip
 
@@ -56,7 +63,7 @@ def a_bound_all_reduce_reads_its_buffer_at_each_start(transport):
 def all_gather_joins_uneven_and_empty_parts(transport):
     group = everyone(transport)
     for n in (5, 1, 0):
-        for dtype in ("float32", "float16", "bool"):
+        for dtype in ("float32", *NARROW, "bool"):
             counts = counts_of(n, transport.size)
             receive = np.zeros(n, dtype)
             send = content(transport.rank, counts[transport.rank], dtype)
@@ -85,7 +92,7 @@ def all_to_all_moves_each_part_to_its_member(transport):
     def sent(i, j):
         return (2 * i + j) % 4
 
-    for dtype in ("int64", "float16", "bool"):
+    for dtype in ("int64", *NARROW, "bool"):
         send_counts = tuple(sent(rank, j) for j in range(size))
         receive_counts = tuple(sent(i, rank) for i in range(size))
         receive = np.zeros(sum(receive_counts), dtype)
@@ -197,7 +204,7 @@ def check_same_names_the_ranks_that_differ(transport):
 
 def what_cannot_be_reduced_is_refused(transport):
     group = everyone(transport)
-    for dtype in ("float16", "bool"):
+    for dtype in (*NARROW, "bool"):
         with pytest.raises(TaskError, match=f"cannot reduce {dtype}; cast to float32"):
             group.bind_all_reduce(np.zeros(3, dtype))
     with pytest.raises(TaskError, match="one of sum, max"):
