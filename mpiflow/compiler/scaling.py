@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from mpiflow.graph.graph import Graph, Variable
@@ -25,16 +26,22 @@ class LossScale:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.scale = graph.variable(SCALE, (), init=Fill((), _FIRST), trainable=False)
-        self.good = graph.variable(GOOD, (), init=Fill((), 0.0), trainable=False)
+        with self._scope():
+            self.scale = graph.variable(SCALE, (), init=Fill((), _FIRST), trainable=False)
+            self.good = graph.variable(GOOD, (), init=Fill((), 0.0), trainable=False)
 
     def loss(self) -> Tensor:
         """What is differentiated instead of the loss."""
-        return multiply(self.graph.outputs["loss"], self.scale)
+        with self._scope():
+            return multiply(self.graph.outputs["loss"], self.scale)
+
+    def _scope(self) -> AbstractContextManager[None]:
+        # The user's line is that of the loss: this is not called by what the user wrote.
+        return self.graph.scope(SCALE, self.graph.outputs["loss"].where)
 
     def unscale(self, gradients: dict[Variable, Gradient]) -> dict[Variable, Gradient]:
         """The gradients of the loss itself; counts what is not finite in them."""
-        with self.graph.scope(SCALE):
+        with self._scope():
             counts = [
                 apply(CountNonFinite(), g.values if isinstance(g, Rows) else g)
                 for g in gradients.values()
@@ -67,6 +74,6 @@ class LossScale:
             if node is not None and isinstance(node.op, RowUpdate):
                 continue
             old = self.graph.variables[name].tensor
-            with self.graph.scope(SCALE):
+            with self._scope():
                 kept = where(self.fine, self.graph.assigns[name], old)
             self.graph.assigns[name] = kept

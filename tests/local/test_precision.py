@@ -1,6 +1,7 @@
 """Jobs in float16 and bfloat16: 16-bit products, float32 variables, loss scaling."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +44,13 @@ def test_products_are_narrow_and_variables_and_updates_are_not():
         if task.kind == "collective" or task.op == "SgdUpdate":
             assert "float16" not in {dtypes[name] for name in task.inputs}
     assert any(task.op == "Cast" for task in program.tasks)
+
+
+def test_what_scales_the_loss_names_the_line_of_the_loss():
+    """Not a line of the program that was started, by which plans of one job would differ."""
+    plan = plan_in("float16")
+    lines = {v.where for v in plan.variables} | {t.where for t in plan.program("train").tasks}
+    assert {Path(line.rpartition(":")[0]).name for line in lines if line} == {"jobs.py"}
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
