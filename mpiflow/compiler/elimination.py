@@ -74,11 +74,6 @@ def minimise(unary: list[Table], pairs: Pairs) -> Solution:
     return Solution(choice, total, total)
 
 
-def is_wide(unary: list[Table], pairs: Pairs) -> bool:
-    """Whether `minimise` would need bounds to leave few enough of the choices."""
-    return _order([len(c) for c in unary], pairs)[1] > _DIRECT
-
-
 def _minimise_wide(costs: list[Table], tables: Pairs) -> Solution:
     """Solve among the choices of little slack, then of more, until the best cannot be missing.
 
