@@ -37,6 +37,7 @@ ONE_FILE = {
     "mpi4py": "exec/mpi.py",
     "h5py": "io/hdf5.py",
     "cupy": "exec/cuda.py",
+    "scipy": "compiler/highs.py",
     "PIL": "io/pack/images.py",
     "tokenizers": "io/pack/tokenizer.py",
 }

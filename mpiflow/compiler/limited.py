@@ -1,0 +1,308 @@
+"""The cheapest choice of each variable under a memory limit: Lagrangian relaxation, then HiGHS.
+
+Where the cheapest of all fits, that is it. Otherwise memory gets a price, so that `minimise` still
+solves the problem; at the prices of the best lower bound, several assignments are equally cheap,
+some too large and some smaller than they need be. The choices seen on the way there are few, and
+HiGHS finds the best mixture that fits. Small problems, and those that `minimise` cannot prove, are
+left to HiGHS as a whole. Work is limited in steps and nodes, never by the clock, so that the same
+problem always has the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpiflow.compiler import highs
+from mpiflow.compiler.bounds import Table
+from mpiflow.compiler.elimination import Indices, Pairs, Solution, minimise
+from mpiflow.errors import CompileError
+
+_SMALL = 20_000
+"""Entries of all tables of a problem that HiGHS solves as a whole."""
+_STEPS, _NODES = 24, 500
+"""Assignments that the search for prices makes at most, and nodes that HiGHS visits."""
+_NEAR, _EXACT = 1e-4, 1e-9
+"""Shares of the sum: where the search among few choices may end, and that of all, but rounding."""
+_TIGHTER = (0.0, 1e-6, 1e-4)
+"""Shares by which the limit is lowered while HiGHS exceeds it within its tolerance."""
+_FORBIDDEN = "no layouts avoid all conversions that are impossible; give fewer hints"
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """A choice for each variable, the sum of their costs, and the memory of the largest live set.
+
+    No assignment that fits has a sum below `lower`.
+    """
+
+    choice: tuple[int, ...]
+    total: float
+    lower: float
+    memory: float
+
+    @property
+    def gap(self) -> float:
+        """The share of the sum that a better assignment could save at most."""
+        return (self.total - self.lower) / abs(self.total) if self.total > self.lower else 0.0
+
+
+class DoesNotFit(CompileError):
+    """No assignment keeps the limit: no limit below `least` can be kept, for the set `live`."""
+
+    def __init__(self, live: int, size: int, least: float, limit: float) -> None:
+        super().__init__(
+            f"live set {live}, of {size} variables, needs {least:,.0f} bytes or more,"
+            f" {least - limit:,.0f} above the limit of {limit:,.0f}; raise the limit, or allow"
+            " choices that need less"
+        )
+        self.live, self.least, self.limit = live, least, limit
+
+
+def minimise_within(
+    costs: Sequence[Table],
+    pairs: Pairs,
+    memory: Sequence[Table],
+    live: Sequence[Sequence[int]],
+    limit: float,
+) -> Limited:
+    """The cheapest choices where the memory of the variables of each live set is `limit` at most.
+
+    Memory is in bytes and not negative. Costs, and the tables of pairs (a < b), may be infinite:
+    these are never chosen. Raises DoesNotFit where nothing fits, and CompileError where nothing
+    avoids infinite costs, or where neither is found out with the work that is allowed.
+    """
+    problem = _Problem(
+        [np.asarray(c, np.float64) for c in costs],
+        {pair: np.asarray(pairs[pair], np.float64) for pair in sorted(pairs)},
+        highs.Limits([np.asarray(m, np.float64) for m in memory], live, float(limit)),
+    )
+    problem.check_each_set()
+    free = _minimise_priced(problem, np.zeros(len(live)))
+    if free is not None and free.total == np.inf:
+        raise CompileError(_FORBIDDEN)
+    seen = _Seen(problem)
+    if free is not None:
+        fits = seen.add(free.choice, free.lower)
+        if fits and _is_proven(free):
+            return problem.limited(free.choice, free.total)
+    if free is None or not _is_proven(free) or problem.entries <= _SMALL:
+        return _solve_whole(problem, seen)
+    if _search_prices(problem, seen):
+        _solve_among(problem, seen)
+    return seen.best() or _solve_whole(problem, seen)
+
+
+class _Problem:
+    """What is given, with the members of all live sets in one array."""
+
+    def __init__(self, costs: list[Table], pairs: Pairs, limits: highs.Limits) -> None:
+        self.costs, self.pairs, self.limits = costs, pairs, limits
+        live = limits.live
+        self.members = np.array([v for variables in live for v in variables], np.intp)
+        self.sets = np.repeat(np.arange(len(live)), [len(variables) for variables in live])
+        self.entries = sum(map(len, costs)) + sum(table.size for table in pairs.values())
+
+    def used(self, each: Table) -> Table:
+        """The memory of each live set, given that of each variable."""
+        used = np.zeros(len(self.limits.live))
+        np.add.at(used, self.sets, each[self.members])
+        return used
+
+    def memory_of(self, choice: Sequence[int]) -> Table:
+        """The memory of each live set."""
+        memory = self.limits.memory
+        return self.used(np.array([m[i] for m, i in zip(memory, choice, strict=True)]))
+
+    def cost_of(self, choice: Sequence[int]) -> float:
+        total = sum(float(c[i]) for c, i in zip(self.costs, choice, strict=True))
+        return total + sum(float(t[choice[a], choice[b]]) for (a, b), t in self.pairs.items())
+
+    def limited(self, choice: tuple[int, ...], lower: float) -> Limited:
+        """The result; a bound that differs from the sum by rounding is the sum."""
+        total = self.cost_of(choice)
+        if total - lower <= _EXACT * abs(total):
+            lower = total
+        return Limited(choice, total, lower, float(self.memory_of(choice).max(initial=0.0)))
+
+    def check_each_set(self) -> None:
+        """Raise where a live set exceeds the limit even with the least memory of each variable."""
+        possible = [m[np.isfinite(c)] for c, m in zip(self.costs, self.limits.memory, strict=True)]
+        if not all(map(len, possible)):
+            raise CompileError(_FORBIDDEN)
+        least = self.used(np.array([m.min() for m in possible]))
+        if least.max(initial=0.0) > self.limits.limit:
+            raise self.does_not_fit(least, float(least.max()))
+
+    def does_not_fit(self, memory: Table, least: float) -> DoesNotFit:
+        """The error for the largest live set, by the memory of each."""
+        worst = int(memory.argmax())
+        return DoesNotFit(worst, len(self.limits.live[worst]), least, self.limits.limit)
+
+    def among(self, kept: list[Indices]) -> _Problem:
+        """The problem with some of the choices only."""
+        costs = [c[k] for c, k in zip(self.costs, kept, strict=True)]
+        pairs = {(a, b): t[np.ix_(kept[a], kept[b])] for (a, b), t in self.pairs.items()}
+        memory = [m[k] for m, k in zip(self.limits.memory, kept, strict=True)]
+        return _Problem(costs, pairs, highs.Limits(memory, self.limits.live, self.limits.limit))
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The assignments that were found, with their sum and the memory of each live set.
+
+    `exceeded` are the live sets that are too large in any; `lower` is the best bound.
+    """
+
+    problem: _Problem
+    choices: list[tuple[int, ...]] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+    memory: list[Table] = field(default_factory=list)
+    exceeded: dict[int, None] = field(default_factory=dict)
+    lower: float = -np.inf
+
+    def add(self, choice: tuple[int, ...], lower: float = -np.inf) -> bool:
+        """Add an assignment and a bound; whether it fits."""
+        memory = self.problem.memory_of(choice)
+        self.choices.append(choice)
+        self.totals.append(self.problem.cost_of(choice))
+        self.memory.append(memory)
+        self.lower = max(self.lower, lower)
+        over = np.flatnonzero(memory > self.problem.limits.limit).tolist()
+        self.exceeded.update(dict.fromkeys(over))
+        return not over
+
+    def best(self) -> Limited | None:
+        """The cheapest that fits."""
+        limit = self.problem.limits.limit
+        fitting = [i for i, m in enumerate(self.memory) if m.max(initial=0.0) <= limit]
+        if not fitting:
+            return None
+        best = min(fitting, key=self.totals.__getitem__)
+        return self.problem.limited(self.choices[best], self.lower)
+
+
+def _is_proven(solution: Solution) -> bool:
+    return solution.lower >= solution.total
+
+
+def _minimise_priced(problem: _Problem, prices: Table) -> Solution | None:
+    """The cheapest choices when the memory of each live set has a price, whatever its amount.
+
+    None if too many are about equally cheap.
+    """
+    price = np.bincount(problem.members, prices[problem.sets], len(problem.costs))
+    memory = problem.limits.memory
+    costs = [c + p * m for c, p, m in zip(problem.costs, price, memory, strict=True)]
+    try:
+        return minimise(costs, problem.pairs)
+    except CompileError:
+        return None  # HiGHS takes the problem as a whole
+
+
+def _search_prices(problem: _Problem, seen: _Seen) -> bool:
+    """Find assignments at prices that raise the bound, by cutting planes (Kelley 1960).
+
+    False if one is not proven to be the cheapest at its prices, so that the bound is weak.
+    """
+    highest = 8 * abs(seen.totals[0])
+    for _ in range(_STEPS):
+        prices, above, enough = _prices(seen, highest)
+        found = _minimise_priced(problem, prices)
+        if found is None or not _is_proven(found):
+            return False
+        lower = found.lower - float(prices.sum()) * problem.limits.limit
+        seen.add(found.choice, lower)
+        if above - lower <= _NEAR * abs(above):
+            if enough:
+                break
+            highest *= 8
+    return True
+
+
+def _prices(seen: _Seen, highest: float) -> tuple[Table, float, bool]:
+    """The prices that the assignments suggest, what the bound is at most, and whether it is final.
+
+    They are the multipliers of the program that mixes the assignments so that the mixture fits.
+    It may have more memory, at the highest price for as much as the limit; if it does so, that
+    price is too low.
+    """
+    limit = seen.problem.limits.limit
+    cost, scale = max(map(abs, seen.totals)) or 1.0, limit or 1.0
+    exceeded = sorted(seen.exceeded)
+    excess = (np.array([m[exceeded] for m in seen.memory]).T - limit) / scale
+    found = highs.scipy_optimize().linprog(
+        np.array([*seen.totals, highest]) / cost,
+        A_ub=np.hstack([excess, np.full((len(exceeded), 1), -1.0)]),
+        b_ub=np.zeros(len(exceeded)),
+        A_eq=[[1.0] * len(seen.totals) + [0.0]],
+        b_eq=[1.0],
+        method="highs-ds",
+    )
+    prices = np.zeros(len(seen.memory[0]))
+    prices[exceeded] = np.maximum(-found.ineqlin.marginals, 0.0) * (cost / scale)
+    return prices, float(found.fun) * cost, bool(found.x[-1] <= _EXACT)
+
+
+def _solve_among(problem: _Problem, seen: _Seen) -> None:
+    """Add the best mixture of the choices that were seen."""
+    kept = [np.unique(choices) for choices in zip(*seen.choices, strict=True)]
+    _solve(problem.among(kept), seen, kept, _NEAR)
+
+
+def _solve_whole(problem: _Problem, seen: _Seen) -> Limited:
+    """The best of all choices, or at least one that fits; raises DoesNotFit where none does."""
+    everything = [np.arange(len(c)) for c in problem.costs]
+    seen.lower = max(seen.lower, _solve(problem, seen, everything, _EXACT))
+    best = seen.best()
+    if best is not None:
+        return best
+    least = highs.least_limit(problem.costs, problem.pairs, problem.limits, nodes=_NODES)
+    if least.lower == np.inf:
+        raise CompileError(_FORBIDDEN)
+    if least.choice is not None and seen.add(least.choice):
+        return problem.limited(least.choice, seen.lower)
+    limit = problem.limits.limit
+    if least.choice is None or least.lower <= limit * (1 + _EXACT):
+        raise CompileError(
+            f"no layouts were found that fit {limit:,.0f} bytes, though there may be some; raise"
+            " the limit, or give hints"
+        )
+    raise problem.does_not_fit(problem.memory_of(least.choice), least.lower)
+
+
+def _solve(problem: _Problem, seen: _Seen, kept: list[Indices], gap: float) -> float:
+    """Let HiGHS choose, and add what it finds; the bound that it proves.
+
+    It is told of the live sets that were exceeded until it exceeds no other; `kept` says which of
+    all choices those of the problem are.
+    """
+    lower = -np.inf
+    for share in _TIGHTER:
+        limit = problem.limits.limit * (1 - share)
+        told = -1
+        while told < len(seen.exceeded):
+            told = len(seen.exceeded)
+            live = [problem.limits.live[i] for i in sorted(seen.exceeded)]
+            answer = highs.solve(
+                problem.costs, problem.pairs, highs.Limits(problem.limits.memory, live, limit),
+                near=_magnitude(problem, seen), gap=gap, nodes=_NODES,
+            )  # fmt: skip
+            lower = lower if share else answer.lower
+            if answer.choice is None:
+                return lower
+            choice = tuple(int(k[i]) for k, i in zip(kept, answer.choice, strict=True))
+            if seen.add(choice):
+                return lower
+    return lower
+
+
+def _magnitude(problem: _Problem, seen: _Seen) -> float:
+    """About how large the sum will be: that of the last assignment, or a cost."""
+    if seen.totals and seen.totals[-1]:
+        return abs(seen.totals[-1])
+    costs = np.concatenate([*problem.costs, *(t.ravel() for t in problem.pairs.values())])
+    costs = np.abs(costs[np.isfinite(costs) & (costs != 0)])
+    return float(np.median(costs)) if len(costs) else 1.0
