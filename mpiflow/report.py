@@ -11,6 +11,7 @@ from mpiflow.plan.text import size_text, time_text
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 10.0
 _BAR = 24
+_RESULTS = 8
 
 
 class Progress:
@@ -66,16 +67,21 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def results_text(row: dict[str, Any]) -> str:
+    """The results of an evaluation; of many, as a histogram gives, the first."""
+    known = ("evaluation", "step", "epoch", "rows")
+    values = [f"{key} {value:.4f}" for key, value in row.items() if key not in known]
+    if len(values) > _RESULTS:
+        values[_RESULTS:] = [f"{len(values) - _RESULTS} more in metrics.jsonl"]
+    return ", ".join(values)
+
+
 def final_table(results: dict[str, dict[str, Any]], last: dict[str, Any]) -> str:
     """The evaluation results, and predicted against measured."""
     lines = []
     for name, row in results.items():
-        values = ", ".join(
-            f"{key} {value:.4f}"
-            for key, value in row.items()
-            if key not in ("evaluation", "step", "epoch", "rows")
-        )
-        lines.append(f"{name}: {values} over {row['rows']:,} rows after step {row['step']}")
+        text = results_text(row)
+        lines.append(f"{name}: {text} over {row['rows']:,} rows after step {row['step']}")
     predicted = last["predicted"]
     rows = [("", "predicted", "measured", "measured/predicted")]
     for label, key, form in (

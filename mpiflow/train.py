@@ -29,7 +29,7 @@ from mpiflow.io.dataset import DatasetReader, open_reader
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.traffic import bytes_sent
-from mpiflow.report import Progress, final_table
+from mpiflow.report import Progress, final_table, results_text
 from mpiflow.runlock import RunLock
 from mpiflow.weights import load_first
 
@@ -247,8 +247,9 @@ class _Loop:
             self.results[data.name] = row
             if self.rows:
                 self.rows.add(row)
-                values = ", ".join(f"{k} {v:.4f}" for k, v in row.items() if isinstance(v, float))
-                self._say(f"{data.name} after step {self.step}: {values} ({row['rows']:,} rows)")
+                self._say(
+                    f"{data.name} after step {self.step}: {results_text(row)} ({row['rows']:,} rows)"
+                )
             name, _, metric = self.plan.settings.best.rpartition(".")
             if name == data.name:
                 improved |= self._compare(row, metric)

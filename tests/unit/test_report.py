@@ -5,7 +5,7 @@ import io
 import pytest
 
 from mpiflow import report
-from mpiflow.report import Progress, final_table
+from mpiflow.report import Progress, final_table, results_text
 
 
 class Terminal(io.StringIO):
@@ -82,6 +82,14 @@ def test_the_table_compares_what_was_predicted_with_what_was_measured():
     assert table["step time"] == ["2.00", "ms", "3.00", "ms", "1.50"]
     assert table["arena memory, largest rank"] == ["2.00", "KiB", "2.00", "KiB", "1.00"]
     assert table["bytes sent a step, largest rank"] == ["0", "B", "0", "B", "1.00"]
+
+
+def test_of_many_results_the_first_are_shown_and_the_file_of_all_is_named():
+    histogram = {f"click{i:02}": float(i) for i in range(64)}
+    row = {"evaluation": "test", "step": 9, "epoch": 2, "rows": 10, "loss": 0.25, **histogram}
+    text = results_text(row)
+    assert text.startswith("loss 0.2500, click00 0.0000, click01 1.0000")
+    assert text.endswith("click06 6.0000, 57 more in metrics.jsonl")
 
 
 def test_a_run_without_steps_has_no_step_time():
