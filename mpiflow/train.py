@@ -247,9 +247,8 @@ class _Loop:
             self.results[data.name] = row
             if self.rows:
                 self.rows.add(row)
-                self._say(
-                    f"{data.name} after step {self.step}: {results_text(row)} ({row['rows']:,} rows)"
-                )
+                text = results_text(row)
+                self._say(f"{data.name} after step {self.step}: {text} ({row['rows']:,} rows)")
             name, _, metric = self.plan.settings.best.rpartition(".")
             if name == data.name:
                 improved |= self._compare(row, metric)
