@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +22,11 @@ from mpiflow.graph.tensor import Tensor
 from mpiflow.job import Dataset, Job, Model
 
 _PACKAGE = str(Path(__file__).resolve().parent)
+_INSTALLED = tuple(
+    os.path.join(folder, "")
+    for folder in (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+)
+"""Folders of what the user did not write."""
 _LINE = re.compile(r"\.py:\d")
 
 
@@ -178,11 +185,16 @@ def _calling(path: Path, function: Callable[[], Any]) -> Any:
 
 
 def _line(path: Path, error: BaseException) -> str:
-    """Where in the user's file an error came from; and where outside of mpiflow it arose."""
+    """Where in the user's file an error came from; and where else in what the user wrote."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == str(path.resolve())]
-    others = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<"))]
+    # Compiled modules give paths of their makers, which are relative.
+    others = [
+        frame
+        for frame in frames
+        if os.path.isabs(frame.filename) and not frame.filename.startswith(_INSTALLED)
+    ]
     ends = (own[-1:] + others[-1:]) or frames[-1:]
     return "\n  ".join(dict.fromkeys(f"{frame.filename}:{frame.lineno}" for frame in ends))

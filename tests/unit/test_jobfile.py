@@ -89,6 +89,25 @@ def test_an_error_in_another_file_of_the_user_names_both_lines(load, tmp_path, m
     )
 
 
+@pytest.mark.parametrize("call", ["json.loads('x')", "np.random.default_rng(0).integers(0, -1)"])
+def test_the_line_is_one_that_the_user_wrote_wherever_it_was_raised(tmp_path, monkeypatch, call):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"drawing_{call[:2]}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import json\nimport numpy as np\ndef make(folder):\n    {call}\n"
+    )
+    path = tmp_path / "job.py"
+    path.write_text(
+        f"import mpiflow as mf\nfrom {name} import make\ndef job():\n"
+        "    data = mf.Dataset('x.h5', batch=1, make=make)\n"
+        "    return mf.Job('j', dict, train=data, optimizer=mf.SGD(lr=0.1))\n"
+    )
+    job, _ = load_job(str(path))
+    with pytest.raises(JobError) as error:
+        job.train.make(tmp_path)
+    assert str(error.value).splitlines()[1:] == [f"  {tmp_path}/{name}.py:4"]
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "message"),
     [
