@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.graph.graph import Hint
+from mpiflow.models.choose import chosen
 
 PAD = 0
 """The token that attention passes over."""
@@ -118,5 +119,5 @@ SIZES = {
 
 def bert(size: str = "base", vocabulary: int = 0, *, axis: str | None = None) -> BERT:
     """An encoder of one of `SIZES`, with its own vocabulary or the given one."""
-    shape = SIZES[size]
+    shape = chosen("size", size, SIZES)
     return replace(shape, vocabulary=vocabulary or shape.vocabulary, axis=axis)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.graph.graph import Hint
+from mpiflow.models.choose import chosen
 from mpiflow.models.resnet import ResNet
 from mpiflow.ops import block_count, linear_transposed, sample_rows
 
@@ -73,6 +74,7 @@ class Faces:
 
     def loss(self, cosines: mf.Tensor, label: mf.Tensor) -> mf.Tensor:
         """The mean cross entropy with the margin."""
-        margin = {"arc": mf.arc_margin, "cos": mf.cos_margin}[self.margin]
+        margins = {"arc": mf.arc_margin, "cos": mf.cos_margin}
+        margin = chosen("margin", self.margin, margins)
         logits = margin(cosines, label, margin=self.by, scale_by=self.scale)
         return mf.mean(mf.cross_entropy(logits, label))

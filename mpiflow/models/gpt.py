@@ -11,6 +11,7 @@ from math import sqrt
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.graph.graph import Hint
+from mpiflow.models.choose import chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,5 +100,5 @@ SIZES = {
 
 def gpt(size: str = "small", vocabulary: int = 0, *, axis: str | None = None) -> GPT:
     """A decoder of one of `SIZES`, with its own vocabulary or the given one."""
-    shape = SIZES[size]
+    shape = chosen("size", size, SIZES)
     return replace(shape, vocabulary=vocabulary or shape.vocabulary, axis=axis)

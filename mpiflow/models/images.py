@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpiflow.models.choose import chosen
 from mpiflow.models.convnet import ConvNet, alexnet, small_alexnet, small_vgg16, vgg16
 from mpiflow.models.resnet import ResNet
 
@@ -16,15 +17,11 @@ def classifier(model: str, size: int, classes: int) -> ResNet | ConvNet:
     """
     small = size < SMALL
     width = 16 if small else 64
-    match model:
-        case "alexnet":
-            return small_alexnet(classes) if small else alexnet(classes)
-        case "vgg16":
-            return small_vgg16(classes) if small else vgg16(classes)
-        case "resnet18":
-            return ResNet((2, 2, 2, 2), False, classes, width, small)
-        case "resnet34":
-            return ResNet((3, 4, 6, 3), False, classes, width, small)
-        case "resnet50":
-            return ResNet((3, 4, 6, 3), True, classes, width, small)
-    raise ValueError(f"model {model!r} is none of alexnet, vgg16, resnet18, resnet34, resnet50")
+    by_name: dict[str, ResNet | ConvNet] = {
+        "alexnet": small_alexnet(classes) if small else alexnet(classes),
+        "vgg16": small_vgg16(classes) if small else vgg16(classes),
+        "resnet18": ResNet((2, 2, 2, 2), False, classes, width, small),
+        "resnet34": ResNet((3, 4, 6, 3), False, classes, width, small),
+        "resnet50": ResNet((3, 4, 6, 3), True, classes, width, small),
+    }
+    return chosen("model", model, by_name)

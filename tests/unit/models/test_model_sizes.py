@@ -2,10 +2,15 @@
 
 import pytest
 
+from mpiflow.errors import JobError
 from mpiflow.models.bert import SIZES as BERT_SIZES
+from mpiflow.models.bert import bert
 from mpiflow.models.count import flops, parameters, traced
+from mpiflow.models.faces import Faces
 from mpiflow.models.gpt import SIZES as GPT_SIZES
+from mpiflow.models.gpt import gpt
 from mpiflow.models.images import classifier
+from mpiflow.models.resnet import ResNet
 
 
 def decoder_graph(size):
@@ -71,9 +76,18 @@ def test_classifiers_of_small_images(model, size):
     assert parameters(graph) < 2_000_000
 
 
-def test_an_unknown_classifier_is_refused():
-    with pytest.raises(ValueError, match="'resnet51' is none of alexnet"):
-        classifier("resnet51", 28, 10)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: classifier("resnet51", 28, 10), "model 'resnet51' is none of alexnet, vgg16,"),
+        (lambda: gpt("huge"), "size 'huge' is none of tiny, small, medium, large, xl, 70b"),
+        (lambda: bert("small"), "size 'small' is none of tiny, base, large"),
+        (lambda: Faces(ResNet((1,)), 9, margin="x").loss(None, None), "margin 'x' is none of arc"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_those_that_there_are(make, message):
+    with pytest.raises(JobError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(("size", "count"), [("base", 110_106_428), ("large", 336_226_108)])
