@@ -95,9 +95,10 @@ class FieldReader:
         if self.field.dtype or "missing" in str(problem):
             return ""
         name = self.field.name
+        other = "category" if "is not a number" in str(problem) else "float64"
         return (
             f"; the first row makes field {name!r} {self.dtype}, give another type as in"
-            f" --field {name}={','.join(self.field.columns)}:float64"
+            f" --field {name}={','.join(self.field.columns)}:{other}"
         )
 
 

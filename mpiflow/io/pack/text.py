@@ -167,8 +167,11 @@ def text_sets(
         )
     rows = encoded.rows_of_documents(length - PairRows.MARKS) if pairs else encoded.rows(length)
     if not len(rows):
-        what = "no document of the text" if pairs else "the text"
-        raise DataError(f"{what} has the {length} tokens of a row; it has {len(encoded.tokens)}")
+        most = "no document of the text has" if pairs else "the text does not have"
+        raise DataError(
+            f"{most} the {length} tokens of a row; all of it has {len(encoded.tokens)}; take a"
+            " smaller --length"
+        )
     count = test_rows(len(rows), test) if test else 0
     cut = len(rows) - count
     sets = {"train": rows.starts[:cut], "test": rows.starts[cut:]}

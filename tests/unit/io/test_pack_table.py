@@ -82,6 +82,8 @@ def test_truth_values_are_read_in_words_and_digits(read):
         ("a\n1\nNaN\n", "a:float32", "line 3, column 'a': the cell is missing .'NaN'."),
         ("a\n1\n2.5\n", "a", r"line 3, column 'a': '2.5' is not a whole number; the first row makes"
          r" field 'a' int64, give another type as in --field a=a:float64"),
+        ("a\nx\ny\n", "a", r"line 2, column 'a': 'x' is not a number; the first row makes field"
+         r" 'a' float32, give another type as in --field a=a:category$"),
         ("a\n1\nx\n", "a:float32", "line 3, column 'a': 'x' is not a number$"),
         ("a\n255\n256\n", "a:uint8", r"line 3, column 'a': 256 does not fit uint8 \(0 to 255\)"),
         ("a\n1\n1e39\n", "a:float32", "line 3, column 'a': 1e39 does not fit float32"),

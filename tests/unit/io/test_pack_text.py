@@ -118,7 +118,7 @@ def test_rows_of_documents_have_a_part_in_one_only(encoded):
 def test_a_text_without_a_row_is_refused(encoded):
     with pytest.raises(DataError, match=r"0\.txt, .*1\.txt: no text"):
         encoded("", "", documents="file", mark_ends=True)
-    with pytest.raises(DataError, match="the text has the 99 tokens of a row; it has"):
+    with pytest.raises(DataError, match="the text does not have the 99 tokens of a row; all"):
         pack_text.text_sets(encoded("short"), 99, pairs=False, test=0, seed=0)
     with pytest.raises(UsageError, match="--length 4: a row has 5 tokens at least"):
         pack_text.text_sets(encoded(TEXT), 4, pairs=True, test=0, seed=0)
