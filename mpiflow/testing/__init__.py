@@ -26,7 +26,7 @@ from mpiflow.graph.grad import gradients
 from mpiflow.graph.graph import Graph, building
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY, Op, build_op
-from mpiflow.graph.rule import Signature
+from mpiflow.graph.rule import Shape, Signature
 from mpiflow.graph.sbp import Layout
 from mpiflow.graph.tensor import Tensor, is_float
 from mpiflow.ops import multiply, reduce_sum
@@ -184,24 +184,48 @@ def check_gradients(op: Op, arrays: Sequence[Array]) -> None:
         same = (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
         require(same, f"{what} is {gradient}, the input {tensor}")
         (actual,) = evaluate(graph, [gradient], feeds)
-        expected = central_differences(graph, loss, feeds, tensor)
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=what)
+        along = directions(tensor.shape)
+        slopes = [float(np.sum(actual * direction)) for direction in along]
+        expected = central_differences(graph, loss, feeds, tensor, along)
+        np.testing.assert_allclose(slopes, expected, rtol=1e-6, atol=1e-7, err_msg=what)
+
+
+def directions(shape: Shape, single: int = 24, mixed: int = 12) -> list[Array]:
+    """Unit vectors: one for each element if these are few, else some, and some that mix them all.
+
+    An element with a wrong gradient shows in every mixture.
+    """
+    size = prod(shape)
+    if size <= single + mixed:
+        return list(np.eye(size).reshape(size, *shape))
+    draw = np.random.default_rng(size)
+    found = np.zeros((single + mixed, size))
+    found[range(single), draw.choice(size, single, replace=False)] = 1.0
+    found[single:] = draw.standard_normal((mixed, size))
+    found /= np.linalg.norm(found, axis=1, keepdims=True)
+    return list(found.reshape(-1, *shape))
 
 
 def central_differences(
-    graph: Graph, loss: Tensor, feeds: dict[Tensor, Array], tensor: Tensor, step: float = 1e-5
-) -> Array:
-    """How the loss changes with each element of a tensor of float64."""
+    graph: Graph,
+    loss: Tensor,
+    feeds: dict[Tensor, Array],
+    tensor: Tensor,
+    along: Sequence[Array],
+    step: float = 1e-5,
+) -> list[float]:
+    """How the loss changes along each of some directions of a tensor of float64."""
     base = feeds[tensor]
-    result = np.zeros(base.shape)
-    for index in np.ndindex(base.shape):
-        values = []
-        for sign in (1, -1):
-            moved = base.copy()
-            moved[index] += sign * step
-            values.append(evaluate(graph, [loss], {**feeds, tensor: moved})[0])
-        result[index] = (values[0] - values[1]) / (2 * step)
-    return result
+    slopes = []
+    for direction in along:
+        ahead, behind = (
+            evaluate(graph, [loss], {**feeds, tensor: np.asarray(base + sign * step * direction)})[
+                0
+            ]
+            for sign in (1, -1)
+        )
+        slopes.append(float(ahead - behind) / (2 * step))
+    return slopes
 
 
 def check_in_place(op: Op, arrays: Sequence[Array]) -> None:

@@ -1,5 +1,7 @@
 """What mpiflow.testing finds wrong with ops of the user's own, and what the graph refuses."""
 
+import math
+
 import numpy as np
 import pytest
 import user_ops
@@ -8,7 +10,7 @@ import mpiflow as mf
 from mpiflow.errors import GraphError
 from mpiflow.graph.grad import gradients
 from mpiflow.graph.graph import Graph, building
-from mpiflow.testing import check_memory, check_op
+from mpiflow.testing import check_memory, check_op, directions
 
 X = np.random.default_rng(0).standard_normal((5, 3))
 
@@ -62,3 +64,11 @@ def test_what_does_not_fit_is_refused_with_the_line(op, inputs, message):
     with building(graph), pytest.raises(GraphError, match=rf"(?s){message}.*test_testing.py:\d"):
         tensors = [graph.input(f"x{i}", (3,), "float64") for i in range(inputs)]
         gradients(graph, mf.reduce_sum(mf.apply(op, *tensors)), tensors)
+
+
+def test_a_gradient_is_compared_along_every_element_or_along_mixtures_of_all():
+    for shape in [(), (7,), (5, 7), (6, 7)]:
+        along = np.array(directions(shape)).reshape(-1, math.prod(shape))
+        np.testing.assert_allclose(np.linalg.norm(along, axis=1), 1.0)
+        assert np.all(np.abs(along).sum(0) > 0)
+        assert len(along) == min(math.prod(shape), 36)
