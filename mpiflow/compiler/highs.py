@@ -142,7 +142,8 @@ class _Program:
         columns = self.columns + np.arange(len(at[0]))
         self.columns += len(columns)
         self.objective.append(table[at])
-        self.most.append(np.full(len(columns), np.inf))
+        # Choices bound pairs too, but without this the presolve of HiGHS 1.12 may never end.
+        self.most.append(np.ones(len(columns)))
         for variable, index in zip((a, b), at, strict=True):
             choices = self._choices(variable)
             self.rows.put(index, columns, np.ones(len(columns)))
