@@ -30,6 +30,15 @@ from mpiflow.plan.unroll import unroll
 Call = Callable[[], Any]
 
 
+def _giving_nothing(call: Call) -> None:
+    """A kernel of the user's own: one that returns its result has not written it."""
+    if call() is not None:
+        raise TypeError(
+            "the kernel gives something back, which nobody takes; it writes `out`: with out=out,"
+            " or out[...] = ..."
+        )
+
+
 class Shard:
     """What a kernel sees of the plan; see `graph.op.ShardView`."""
 
@@ -118,7 +127,8 @@ class Binder:
         shard = Shard(self.arena.device.xp, work, starts, not self.rank.coordinates[axis])
         outs = tuple(views[name] for name in task.outputs)
         inputs = (views[name] for name in task.inputs)
-        return op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)
+        call = op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)
+        return partial(_giving_nothing, call) if op.source else call
 
     def _start(self, name: str) -> tuple[int, ...]:
         return tuple(start for start, _ in self.boxes[name])

@@ -61,6 +61,15 @@ def test_a_job_file_brings_its_ops_and_a_plan_takes_them_by_consent(run, capfd):
 
 
 @pytest.mark.ranks(2)
+def test_a_kernel_that_returns_its_result_ends_the_run(run, tmp_path):
+    kernel = "shard.xp.multiply(x, SLOPE, out=out)\n"
+    (tmp_path / "activations.py").write_text(OPS.replace(kernel, "return x * SLOPE\n"))
+    done = run(2)
+    assert done.returncode == 1
+    assert "leaky (activations.Leaky): TypeError: the kernel gives something back" in done.stdout
+
+
+@pytest.mark.ranks(2)
 def test_a_plan_is_not_run_with_an_op_that_was_changed(run, tmp_path):
     plan(2)
     (tmp_path / "activations.py").write_text(OPS.replace("0.1", "0.2"))
