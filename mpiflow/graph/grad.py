@@ -24,12 +24,20 @@ def gradients(graph: Graph, loss: Tensor, wrt: list[Tensor]) -> list[Tensor | No
                 arithmetic["fill"](t.shape, 0.0, t.dtype) if dy is None else dy
                 for t, dy in zip(node.outputs, dys, strict=True)
             )
-            dxs = node.op.grad(node.inputs, node.outputs, whole)
+            dxs = _gradients_of(node, whole)
             _check(node, dxs)
             for tensor, dx in zip(node.inputs, dxs, strict=True):
                 if dx is not None and tensor in needed:
                     found[tensor] = found[tensor] + dx if tensor in found else dx
     return [found.get(tensor) for tensor in wrt]
+
+
+def _gradients_of(node: Node, dys: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    try:
+        return node.op.grad(node.inputs, node.outputs, dys)
+    except GraphError as error:
+        line = f"\n  {node.where}"
+        raise GraphError(f"{error}" if f"{error}".endswith(line) else f"{error}{line}") from error
 
 
 def _check(node: Node, dxs: tuple[Tensor | None, ...]) -> None:

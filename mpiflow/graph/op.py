@@ -131,7 +131,10 @@ class Op:
         self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], dys: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
         """The gradient of each input, or None where there is none."""
-        raise GraphError(f"{self.name} has no gradient")
+        raise GraphError(
+            f"{self.name} has no gradient, and variables that train come before it; "
+            + ("write its `grad`" if self.source else "mf.stop_gradient(x) holds them back")
+        )
 
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         """Compute on arrays; see the contract above."""

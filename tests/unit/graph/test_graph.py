@@ -206,6 +206,14 @@ def test_no_gradient_flows_where_it_is_stopped_or_not_needed(graph):
     np.testing.assert_array_equal(values(graph, [dx], x=a, z=a)[0], a)
 
 
+def test_an_op_without_a_gradient_is_named_with_its_line(graph):
+    x = graph.input("x", (3,), "float64")
+    loss = ops.reduce_max(x * x)
+    message = r"ReduceMax has no gradient.*mf\.stop_gradient\(x\).*\n  .*test_graph\.py:\d+$"
+    with pytest.raises(GraphError, match=message):
+        gradient_of(graph, loss, x)
+
+
 def test_an_unused_output_counts_as_zero(graph):
     w, g, m = (graph.input(n, (3,), "float64") for n in "wgm")
     update = ops.update.SgdUpdate(momentum=0.9)
