@@ -58,6 +58,10 @@ def export(
         raise UsageError(f"-o {out}: weights are written to {' or '.join(_SUFFIXES)}")
     with Saved(checkpoint) as saved:
         chosen = [name for name in saved.tensors if everything or is_of_model(name, saved.tensors)]
+        if average and not any(f"{name}.{AVERAGE}" in saved.tensors for name in chosen):
+            raise CheckpointError(
+                f"{checkpoint.path}: holds no averages; optimizers keep them with ema="
+            )
         pieces = [_piece(_read_from(saved, name, average), name, names) for name in chosen]
         if not pieces:
             raise CheckpointError(f"{checkpoint.path}: holds no variable of a model")

@@ -53,6 +53,15 @@ def test_averages_and_everything(checkpoint, tmp_path):
     }
 
 
+def test_averages_that_are_not_there_are_not_exported(tmp_path):
+    arrays = {name: array for name, array in ARRAYS.items() if "average" not in name}
+    save(tmp_path / "run" / "checkpoints", 4, arrays, (2,))
+    other = find_checkpoint(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds no averages; optimizers keep them with ema="):
+        export(other, tmp_path / "a.npz", SAME, average=True)
+    assert not (tmp_path / "a.npz").exists()
+
+
 def test_larger_elements_come_first_so_that_all_are_aligned(checkpoint, tmp_path):
     export(checkpoint, tmp_path / "w.safetensors", SAME)
     assert list(read(tmp_path / "w.safetensors")) == ["norm.running_mean", "fc.weight"]
