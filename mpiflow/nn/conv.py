@@ -48,7 +48,7 @@ class Conv(Layer):
         if x.ndim < 3 or x.shape[1] % self.groups:
             raise GraphError(
                 f"Conv {self.name}: takes (n, c, *size) with c divisible by {self.groups} groups,"
-                f" not {x}\n  {x.where}"
+                f" not {x}\n  {x.graph.where}"
             )
         if self._fresh():
             self._variables = self._make(x)

@@ -35,7 +35,7 @@ class Dense(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         if x.ndim < 1:
-            raise GraphError(f"Dense {self.name}: {x} is a scalar\n  {x.where}")
+            raise GraphError(f"Dense {self.name}: {x} is a scalar\n  {x.graph.where}")
         if self._fresh():
             self._variables = self._make(x)
         with current().scope(self.name):

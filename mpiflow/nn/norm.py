@@ -48,7 +48,7 @@ class LayerNorm(Norm):
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         if x.ndim < 1:
-            raise GraphError(f"LayerNorm {self.name}: {x} is a scalar\n  {x.where}")
+            raise GraphError(f"LayerNorm {self.name}: {x} is a scalar\n  {x.graph.where}")
         scale, shift = self._made(x, x.shape[-1], _AFFINE)
         with x.graph.scope(self.name):
             return layer_norm(x, scale, shift, epsilon=self.epsilon)
@@ -63,7 +63,7 @@ class RMSNorm(Norm):
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         if x.ndim < 1:
-            raise GraphError(f"RMSNorm {self.name}: {x} is a scalar\n  {x.where}")
+            raise GraphError(f"RMSNorm {self.name}: {x} is a scalar\n  {x.graph.where}")
         (scale,) = self._made(x, x.shape[-1], {"scale": 1.0})
         with x.graph.scope(self.name):
             return rms_norm(x, scale, epsilon=self.epsilon)
@@ -82,7 +82,7 @@ class GroupNorm(Norm):
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         if x.ndim < 2:
-            raise GraphError(f"GroupNorm {self.name}: {x} is not (n, c, *size)\n  {x.where}")
+            raise GraphError(f"GroupNorm {self.name}: {x} is not (n, c, *size)\n  {x.graph.where}")
         scale, shift = self._made(x, x.shape[1], _AFFINE)
         with x.graph.scope(self.name):
             return group_norm(x, scale, shift, groups=self.groups, epsilon=self.epsilon)
@@ -113,7 +113,7 @@ class BatchNorm(Norm):
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer; in a training trace also update the running statistics."""
         if x.ndim < 2:
-            raise GraphError(f"BatchNorm {self.name}: {x} is not (n, c, *size)\n  {x.where}")
+            raise GraphError(f"BatchNorm {self.name}: {x} is not (n, c, *size)\n  {x.graph.where}")
         known = self._graph is x.graph
         scale, shift = self._made(x, x.shape[1], _AFFINE)
         if not known:

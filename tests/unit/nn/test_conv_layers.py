@@ -73,3 +73,20 @@ def test_layers_refuse_what_they_cannot_do(build, message):
     graph = Graph("test")
     with building(graph), pytest.raises(GraphError, match=message):
         build(graph.input("x", (2, 6, 9, 9), "float32"))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv(4, 3, groups=2), nn.BatchNorm(), nn.GroupNorm(2), nn.LayerNorm(), nn.RMSNorm(),
+     nn.Dense(3)],
+    ids=lambda layer: type(layer).__name__,
+)  # fmt: skip
+def test_what_a_layer_cannot_take_is_refused_with_the_line_that_calls_it(layer):
+    graph = Graph("test", training=True)
+    with building(graph):
+        x = graph.input("x", (), "float32")
+        with pytest.raises(GraphError) as error:
+            layer(x)
+    line = error.traceback[0].lineno + 1
+    assert str(error.value).endswith(f"test_conv_layers.py:{line}")
+    assert not x.where.endswith(f":{line}")
