@@ -100,6 +100,11 @@ class _ToAnEnd(Schedule):
 
     def over(self, steps: int) -> Self:
         """This schedule, with `steps` if it has none."""
+        if not self.steps and steps <= self.warmup:
+            raise JobError(
+                f"{self.name}: the run has {steps} steps, and the warm-up alone {self.warmup}; take"
+                " a shorter warmup=, more epochs or a smaller batch"
+            )
         return self if self.steps else replace(self, steps=steps)  # type: ignore[type-var]
 
     def _left(self, xp: Any, step: Any, out: Any) -> None:

@@ -140,7 +140,10 @@ REFUSED = [
     (lambda: mf.Cosine(-0.1), "Cosine: lr must be a number that is not negative"),
     (lambda: mf.Cosine(0.1, warmup=0.5), "Cosine: warmup must be a whole number"),
     (lambda: mf.Cosine(0.1, 10, warmup=10), "the decay ends at step 10, within the warm-up of 10"),
-    (lambda: mf.Cosine(0.1, warmup=10).over(8), "the decay ends at step 8, within the warm-up"),
+    (
+        lambda: mf.Cosine(0.1, warmup=10).over(8),
+        "the run has 8 steps, and the warm-up alone 10; take",
+    ),
     (lambda: mf.StepDecay(0.1, 0), "StepDecay: every must be at least 1"),
     (lambda: mf.InverseSqrt(0.1, 0), "InverseSqrt: warmup must be at least 1"),
 ]
