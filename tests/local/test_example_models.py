@@ -53,9 +53,9 @@ CASES = {
 
 
 @cache
-def losses(case, mesh, steps=10):
+def losses(case, mesh, steps=10, more=()):
     example, settings, rows = CASES[case]
-    job, _ = load_job(str(EXAMPLES / f"{example}.py"), settings)
+    job, _ = load_job(str(EXAMPLES / f"{example}.py"), (*settings, *more))
     arrays = rows()
     if job.train.fields:
         declared = {name: (a.shape[1:], a.dtype.name) for name, a in arrays.items()}
@@ -82,3 +82,14 @@ def test_losses_do_not_depend_on_the_ranks(case, ranks):
 def test_classes_of_faces_may_be_split():
     # The last layer's rows lie on two ranks, by the hint of the model.
     np.testing.assert_allclose(losses("faces", "model=2"), losses("faces", "data=1"), rtol=1e-8)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["gpt", "faces", "widedeep", "field"])
+def test_losses_in_16_bits_follow_those_of_float32(case):
+    pytest.importorskip("ml_dtypes")
+    full = ("dtype=float32",) if "dtype=float64" in CASES[case][1] else ()
+    exact = losses(case, "data=2", 2, full)
+    near = losses(case, "data=2", 2, (*full, "precision=bfloat16"))
+    assert near != exact
+    np.testing.assert_allclose(near, exact, rtol=5e-2)
