@@ -20,12 +20,14 @@ from mpiflow.compiler.bounds import Table
 from mpiflow.compiler.elimination import Indices, Pairs, Solution, minimise
 from mpiflow.errors import CompileError
 
-_SMALL = 20_000
+_SMALL = 2_000
 """Entries of all tables of a problem that HiGHS solves as a whole."""
 _STEPS, _NODES = 24, 500
 """Assignments that the search for prices makes at most, and nodes that HiGHS visits."""
-_NEAR, _EXACT = 1e-4, 1e-9
-"""Shares of the sum: where the search among few choices may end, and that of all, but rounding."""
+_CLOSE, _NEAR, _EXACT = 1e-4, 1e-3, 1e-9
+"""Shares of the sum at which the search for prices ends, that among few choices, that of all."""
+_DEAREST = 1e6
+"""The factor by which the highest price may grow until the limit is taken to be impossible."""
 _TIGHTER = (0.0, 1e-6, 1e-4)
 """Shares by which the limit is lowered while HiGHS exceeds it within its tolerance."""
 _FORBIDDEN = "no layouts avoid all conversions that are impossible; give fewer hints"
@@ -207,7 +209,7 @@ def _search_prices(problem: _Problem, seen: _Seen) -> bool:
 
     False if one is not proven to be the cheapest at its prices, so that the bound is weak.
     """
-    highest = 8 * abs(seen.totals[0])
+    first = highest = 8 * _magnitude(problem, seen)
     for _ in range(_STEPS):
         prices, above, enough = _prices(seen, highest)
         found = _minimise_priced(problem, prices)
@@ -215,8 +217,8 @@ def _search_prices(problem: _Problem, seen: _Seen) -> bool:
             return False
         lower = found.lower - float(prices.sum()) * problem.limits.limit
         seen.add(found.choice, lower)
-        if above - lower <= _NEAR * abs(above):
-            if enough:
+        if above - lower <= _CLOSE * abs(above):
+            if enough or highest >= _DEAREST * first:
                 break
             highest *= 8
     return True

@@ -1,0 +1,190 @@
+import subprocess
+import sys
+from functools import reduce
+
+import numpy as np
+import pytest
+
+from mpiflow.compiler import limited
+from mpiflow.compiler.elimination import minimise
+from mpiflow.compiler.limited import DoesNotFit, minimise_within
+from mpiflow.errors import CompileError
+
+
+def random_problem(seed):
+    """Up to 8 variables, some costs of zero, some pairs forbidden, some live sets."""
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(1, 4, draw.integers(1, 9))
+    costs = [draw.integers(0, 20, n).astype(float) for n in sizes]
+    memory = [draw.integers(0, 9, n).astype(float) for n in sizes]
+    every = [(a, b) for a in range(len(sizes)) for b in range(a + 1, len(sizes))]
+    pairs = {}
+    for a, b in every:
+        if draw.random() < 0.4:
+            table = draw.integers(0, 30, (sizes[a], sizes[b])).astype(float)
+            table[draw.random(table.shape) < 0.1] = np.inf
+            pairs[a, b] = table
+    live = [np.flatnonzero(draw.random(len(sizes)) < 0.6).tolist() for _ in range(3)]
+    return costs, pairs, memory, live
+
+
+def joint(sizes, terms):
+    """The sum of tables, by scope, for every assignment: an array with a dim for each variable."""
+    total = np.zeros(sizes)
+    for scope, table in terms:
+        total = total + table.reshape([n if i in scope else 1 for i, n in enumerate(sizes)])
+    return total
+
+
+def everything(costs, pairs, memory, live):
+    """What every assignment costs, and the memory of its largest live set."""
+    sizes = [len(c) for c in costs]
+    total = joint(sizes, [*(((v,), c) for v, c in enumerate(costs)), *pairs.items()])
+    sets = [joint(sizes, [((v,), memory[v]) for v in variables]) for variables in live]
+    return total, reduce(np.maximum, sets)
+
+
+def limits(total, largest, seed):
+    """What the free optimum needs, one of three between that and the least possible, and less."""
+    possible = largest[np.isfinite(total)]
+    free, least = largest.flat[total.argmin()], possible.min()
+    return [free, [free - 1, (free + least) // 2, least][seed % 3], least - 1]
+
+
+def hold_to_brute_force(seeds, *, exact):
+    outcomes = {"free": 0, "limited": 0, "does not fit": 0}
+    for seed in seeds:
+        problem = random_problem(seed)
+        total, largest = everything(*problem)
+        if np.isinf(total).all():
+            with pytest.raises(CompileError, match="impossible"):
+                minimise_within(*problem, largest.max())
+            continue
+        for limit in limits(total, largest, seed):
+            fitting = np.where(largest <= limit, total, np.inf)
+            if np.isinf(fitting).all():
+                with pytest.raises(DoesNotFit) as raised:
+                    minimise_within(*problem, limit)
+                least = largest[np.isfinite(total)].min()
+                assert limit < raised.value.least <= least * (1 + 1e-6)
+                outcomes["does not fit"] += 1
+                continue
+            found = minimise_within(*problem, limit)
+            best = fitting.min()
+            outcomes["free" if best == total.min() else "limited"] += 1
+            assert found.total == pytest.approx(total[found.choice])
+            assert found.memory == largest[found.choice] <= limit
+            assert found.lower <= best * (1 + 1e-9) <= found.total * (1 + 1e-8)
+            if exact:
+                assert found.total == pytest.approx(best)
+                assert found.gap <= 1e-6
+    return outcomes
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 100) for i in range(0, 300, 100)], ids=str)
+def test_it_finds_what_trying_everything_finds_and_proves_it(seeds):
+    assert min(hold_to_brute_force(seeds, exact=True).values()) > 50
+
+
+def test_prices_give_bounds_below_what_trying_everything_finds(monkeypatch):
+    monkeypatch.setattr(limited, "_SMALL", 0)
+    assert min(hold_to_brute_force(range(300, 360), exact=False).values()) > 30
+
+
+def test_what_fits_when_it_is_the_cheapest_is_returned_at_once(monkeypatch):
+    monkeypatch.setattr(limited.highs, "solve", None)
+    costs, pairs, memory, live = random_problem(5)
+    free = minimise(costs, pairs)
+    found = minimise_within(costs, pairs, memory, live, 1e9)
+    assert (found.choice, found.total, found.lower) == (free.choice, free.total, free.lower)
+
+
+def transformer(layers, draw):
+    """A ladder as of training: activations live from their forward to their backward variable.
+
+    Of the eight choices of a variable those of less memory cost more, by a different price in each
+    layer, and pairs of unequal choices are converted. Weights live all the time.
+    """
+    share = 1 / np.arange(1, 9)
+    weights, forward, backward = (range(i * layers, (i + 1) * layers) for i in range(3))
+    costs = [draw.random() * np.sort(draw.random(8)) for _ in range(3 * layers)]
+    memory = [share * size for size in draw.integers(50, 200, 3 * layers)]
+    edges = [*zip(weights, forward, strict=True), *zip(weights, backward, strict=True)]
+    edges += zip(forward, backward, strict=True)
+    edges += [(v + i, v + i + 1) for v in (layers, 2 * layers) for i in range(layers - 1)]
+    pairs = {edge: 0.1 * draw.random((8, 8)) * (1 - np.eye(8)) for edge in edges}
+    up = [[*weights, *forward[: i + 1]] for i in range(layers)]
+    down = [[*weights, *forward[: i + 1], *backward[i : i + 2]] for i in range(layers)]
+    return costs, pairs, memory, [*up, *down]
+
+
+def test_a_transformer_fits_half_of_its_memory_within_one_percent_of_the_best():
+    problem = transformer(100, np.random.default_rng(0))
+    costs, pairs, memory, live = problem
+    free = minimise(costs, pairs)
+    needed = max(sum(memory[v][free.choice[v]] for v in variables) for variables in live)
+    found = minimise_within(*problem, needed / 2)
+    assert found.memory <= needed / 2
+    assert free.total < found.lower < found.total
+    assert found.gap < 0.01
+
+
+def live_at_odds():
+    """Each set alone fits 10 bytes, but a variable that is small in one makes the other large."""
+    memory = [np.array([10.0, 4.0]), np.array([4.0, 10.0])]
+    forbidden = np.array([[0.0, np.inf], [np.inf, 0.0]])
+    return [np.zeros(2), np.zeros(2)], {(0, 1): forbidden}, memory, [[0], [1]]
+
+
+def test_sets_that_fit_alone_but_not_together_say_which_limit_they_need():
+    with pytest.raises(DoesNotFit, match="needs 10 bytes or more, 1 above the limit of 9") as e:
+        minimise_within(*live_at_odds(), 9.0)
+    assert e.value.least == pytest.approx(10.0)
+    assert minimise_within(*live_at_odds(), 10.0).memory == 10.0
+
+
+def test_a_set_too_large_is_named():
+    costs, memory = [np.zeros(2)] * 3, [np.array([8.0, 5.0])] * 3
+    with pytest.raises(DoesNotFit, match="live set 1, of 2 variables, needs 10 bytes") as raised:
+        minimise_within(costs, {}, memory, [[0], [1, 2]], 9.0)
+    assert (raised.value.live, raised.value.least, raised.value.limit) == (1, 10.0, 9.0)
+
+
+def test_choices_of_infinite_cost_are_not_the_least_memory():
+    costs, memory = [np.array([1.0, np.inf])], [np.array([8.0, 1.0])]
+    with pytest.raises(DoesNotFit, match="needs 8 bytes"):
+        minimise_within(costs, {}, memory, [[0]], 5.0)
+
+
+def test_nothing_is_chosen_where_every_choice_is_forbidden():
+    with pytest.raises(CompileError, match="impossible"):
+        minimise_within([np.array([np.inf])], {}, [np.zeros(1)], [[0]], 5.0)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_the_scale_of_costs_does_not_matter(scale):
+    costs, pairs, memory, live = random_problem(5)
+    total, largest = everything(costs, pairs, memory, live)
+    limit = largest[np.isfinite(total)].min()
+    found = minimise_within(
+        [c * scale for c in costs], {p: t * scale for p, t in pairs.items()}, memory, live, limit
+    )
+    assert found.total == pytest.approx(scale * total[largest <= limit].min())
+
+
+WITHOUT_SCIPY = """
+import sys
+sys.modules["scipy"] = None
+import numpy as np
+from mpiflow.compiler.limited import minimise_within
+
+costs, memory = [np.array([1.0, 2.0])], [np.array([8.0, 1.0])]
+assert minimise_within(costs, {}, memory, [[0]], 8.0).choice == (0,)
+minimise_within(costs, {}, memory, [[0]], 7.0)
+"""
+
+
+def test_without_scipy_what_fits_is_found_and_otherwise_the_error_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SCIPY], capture_output=True, text=True)
+    assert "CompileError: the layouts do not fit the memory limit" in done.stderr
+    assert "pip install scipy" in done.stderr
