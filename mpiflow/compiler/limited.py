@@ -119,7 +119,7 @@ class _Problem:
         return self.used(np.array([m[i] for m, i in zip(memory, choice, strict=True)]))
 
     def cost_of(self, choice: Sequence[int]) -> float:
-        total = sum(float(c[i]) for c, i in zip(self.costs, choice, strict=True))
+        total = sum((float(c[i]) for c, i in zip(self.costs, choice, strict=True)), 0.0)
         return total + sum(float(t[choice[a], choice[b]]) for (a, b), t in self.pairs.items())
 
     def limited(self, choice: tuple[int, ...], lower: float) -> Limited:
