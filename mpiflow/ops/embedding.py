@@ -8,7 +8,7 @@ from typing import Any
 from mpiflow.graph.op import OUT, ShardView, op
 from mpiflow.graph.rule import Shape
 from mpiflow.graph.tensor import Tensor
-from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
+from mpiflow.ops.base import Gradients, Tensors, apply, refusal
 from mpiflow.ops.index import require_index
 from mpiflow.ops.rows import Lookup, RowGradient
 from mpiflow.ops.runs import run_bytes, runs, sum_runs
@@ -22,14 +22,6 @@ class Embedding(Lookup):
     rule = "v d, ... -> ... d"
     linear = ((0,),)
     indexes = ((1, 0, 0),)
-
-    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        require_float(self, dtypes[:1])
-        require_index(self, dtypes[1])
-        return dtypes[:1]
-
-    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
-        return prod(outputs[0])
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return 9 * prod(inputs[1])

@@ -36,6 +36,14 @@ class Lookup(Op):
         rows = min(prod(inputs[1]), inputs[0][0])
         return (rows, inputs[0][1]), *inputs[1:], *outputs
 
+    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+        require_float(self, dtypes[:1])
+        require_index(self, dtypes[1])
+        return dtypes[:1]
+
+    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
+        return prod(outputs[0])
+
 
 class RowGradient(Op):
     """Base of gradients of a lookup: dy, ids -> a gradient like the table."""
@@ -106,14 +114,6 @@ class TakeRows(Lookup):
 
     def sizes(self) -> dict[str, int]:
         return {"s": self.size}
-
-    def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        require_float(self, dtypes[:1])
-        require_index(self, dtypes[1])
-        return dtypes[:1]
-
-    def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
-        return prod(outputs[0])
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return 8 * prod(inputs[1])
