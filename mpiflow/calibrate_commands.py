@@ -34,8 +34,8 @@ def calibrate(options: Namespace) -> None:
 
     transport = connect()
     with guard(transport):
-        from mpiflow.calibrate import Options, table
-        from mpiflow.calibrate import calibrate as measure
+        from mpiflow.calibration.measure import Options, table
+        from mpiflow.calibration.measure import calibrate as measure
 
         transport.check_same("mpiflow version", __version__)
         data = Path(options.data) if options.data is not None else None

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from mpiflow.calibrate_fit import fit_curve, fit_line, fit_of
-from mpiflow.calibrate_jobs import Drawn, references
-from mpiflow.calibrate_kernels import Call, Rates, fit_ops
-from mpiflow.calibrate_links import (
+from mpiflow.calibration.fit import fit_curve, fit_line, fit_of
+from mpiflow.calibration.jobs import Drawn, references
+from mpiflow.calibration.kernels import Call, Rates, fit_ops
+from mpiflow.calibration.links import (
     KINDS,
     Series,
     fit_link,
@@ -15,7 +15,7 @@ from mpiflow.calibrate_links import (
     measure_overlap,
     partitions,
 )
-from mpiflow.calibrate_storage import fit_storage, forget_pages, time_reads, write_rows
+from mpiflow.calibration.storage import fit_storage, forget_pages, time_reads, write_rows
 from mpiflow.compiler.cost import ideal_seconds
 from mpiflow.compiler.machine import Kernel, find_machine
 from mpiflow.errors import TaskError
@@ -157,7 +157,7 @@ def test_overlap_is_what_is_left_to_wait_for(monkeypatch):
 
     # Threads exchange when the last one comes: nothing is left after the computation.
     assert run_local(2, measure) == [True, True]
-    monkeypatch.setattr("mpiflow.calibrate_links._left_after", lambda *_: 1.0)
+    monkeypatch.setattr("mpiflow.calibration.links._left_after", lambda *_: 1.0)
     assert run_local(2, measure) == [False, False]
 
 

@@ -1,9 +1,9 @@
 """Calibrate: measure a machine on the ranks that were started, and describe it in a file.
 
-rates and ops     calibrate_kernels    every rank at once, the median over ranks
-links             calibrate_links      every collective by size, within a host and between
-storage           calibrate_storage    the reader of training, every rank at once
-fits              calibrate_fit        lines and curves, and how good they are
+rates and ops     kernels.py    every rank at once, the median over ranks
+links             links.py      every collective by size, within a host and between
+storage           storage.py    the reader of training, every rank at once
+fits              fit.py        lines and curves, and how good they are
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpiflow.calibrate_fit import Fit
-from mpiflow.calibrate_kernels import (
+from mpiflow.calibration.fit import Fit
+from mpiflow.calibration.kernels import (
     Call,
     Rates,
     fit_ops,
@@ -27,7 +27,7 @@ from mpiflow.calibrate_kernels import (
     measure_rates,
     process_base,
 )
-from mpiflow.calibrate_links import (
+from mpiflow.calibration.links import (
     QUICK_SIZES,
     SIZES,
     Series,
@@ -36,7 +36,7 @@ from mpiflow.calibrate_links import (
     measure_links,
     measure_overlap,
 )
-from mpiflow.calibrate_storage import fit_storage, time_reads, write_rows
+from mpiflow.calibration.storage import fit_storage, time_reads, write_rows
 from mpiflow.compiler.machine import Link, Machine, find_machine
 from mpiflow.compiler.machinefile import to_toml
 from mpiflow.exec.transport import Transport

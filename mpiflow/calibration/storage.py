@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpiflow.calibrate_fit import Fit, fit_line, fit_of
+from mpiflow.calibration.fit import Fit, fit_line, fit_of
 from mpiflow.io.dataset import inspect, open_reader
 from mpiflow.io.pack import pack
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from mpiflow.calibrate_fit import Fit, fit_line, fit_of
-from mpiflow.calibrate_jobs import Drawn, Reference, references
+from mpiflow.calibration.fit import Fit, fit_line, fit_of
+from mpiflow.calibration.jobs import Drawn, Reference, references
 from mpiflow.compiler.cost import ideal_seconds
 from mpiflow.compiler.machine import Kernel, Machine
 from mpiflow.errors import PlanError

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mpiflow.calibrate_fit import Fit, fit_curve, fit_line, fit_of
+from mpiflow.calibration.fit import Fit, fit_curve, fit_line, fit_of
 from mpiflow.compiler.machine import Link, Measured
 from mpiflow.errors import TaskError
 from mpiflow.exec.transport import Group, Start, Transport
