@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mpiflow.compiler.arrange import Observer, Target
 from mpiflow.compiler.cost import spread
+from mpiflow.compiler.domains import DATA
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import Machine, find_machine
-from mpiflow.compiler.signature import DATA
 from mpiflow.compiler.zero import check_level
 from mpiflow.errors import JobError, UsageError
 from mpiflow.graph.mesh import Mesh, parse_mesh

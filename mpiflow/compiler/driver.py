@@ -7,7 +7,7 @@ precision    dtypes; 16-bit casts are made while tracing     precision.py
 recompute    which activations stay                          recompute.py
 stages       placement                                       stages.py
 micro-batches  what fires once for each of them              microbatch.py
-signatures   layouts of nodes and variables                  signature.py
+signatures   layouts of nodes and variables                  domains.py, signature.py
 boxing       conversions between layouts, while lowering     boxing.py
 lower        tasks and registers                             lower.py
 fuse         fewer tasks                                     fuse.py

@@ -12,11 +12,12 @@ from typing import Any
 
 from mpiflow.compiler.build import Builder
 from mpiflow.compiler.cost import compute_seconds, read_seconds
+from mpiflow.compiler.domains import Choice
 from mpiflow.compiler.limits import Limits, index_limits
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.order import in_order, order_updates
-from mpiflow.compiler.signature import Choice, Placed
+from mpiflow.compiler.signature import Placed
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY

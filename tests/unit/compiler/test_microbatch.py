@@ -8,9 +8,10 @@ from jobs import classifier, compile_for, data_set
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.compiler.differentiate import differentiate
+from mpiflow.compiler.domains import hinted
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.microbatch import divide
-from mpiflow.compiler.signature import choose, hinted
+from mpiflow.compiler.signature import choose
 from mpiflow.compiler.trace import trace
 from mpiflow.errors import CompileError, JobError, UsageError
 from mpiflow.graph.graph import Graph, building

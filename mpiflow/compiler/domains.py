@@ -1,0 +1,197 @@
+"""The choices of step 7: what layouts each node may have, and each variable and input.
+
+An axis named `data` splits the batch, and variables are replicated over it; any other axis is free:
+inputs are split by it or not, whichever is cheaper, and variables may be split by any dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from itertools import product
+
+from mpiflow.compiler import boxing
+from mpiflow.compiler.microbatch import Timing
+from mpiflow.errors import CompileError, SbpError
+from mpiflow.graph.graph import Graph, Hint, Node, Variable
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.rule import Signature
+from mpiflow.graph.sbp import B, Layout, Partial, S, Sbp, layout_text
+from mpiflow.graph.tensor import Tensor
+
+DATA = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The layouts of a node's inputs and outputs, or of a source's one output."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+    def __str__(self) -> str:
+        inputs, outputs = (", ".join(map(layout_text, x)) for x in (self.inputs, self.outputs))
+        return f"{inputs} -> {outputs}".lstrip()
+
+
+class Domains:
+    """Lists the choices for a graph on a mesh.
+
+    `variables` fixes the layouts that another program has chosen, and `timing` what everything is
+    on the axis of time. Variables named in `split` are split over the axis `data`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        variables: dict[str, Layout] | None = None,
+        timing: Timing | None = None,
+        split: Set[str] = frozenset(),
+    ) -> None:
+        self.graph, self.mesh, self.fixed, self.timing, self.split = (
+            graph,
+            mesh,
+            variables,
+            timing,
+            split,
+        )
+        hints = [*graph.hints.values(), *(v.hint for v in graph.variables.values())]
+        # A hint for all axes, or for this one, may ask for any split over it; so does ZeRO.
+        self.hinted = bool(split) or any(
+            h is not None and (not isinstance(h, dict) or DATA in h) for h in hints
+        )
+
+    def of_inputs(self) -> list[tuple[tuple[Tensor, ...], list[Choice]]]:
+        """The inputs that are split together, and how.
+
+        Split by the first dim, over any free axes; what `data` and time split is the batch. A rank
+        reads the same rows of all fields: they are split alike, but for hints.
+        """
+        inputs = self.graph.inputs.values()
+        free = tuple(t for t in inputs if t.name not in self.graph.hints)
+        per_axis: list[tuple[Sbp, ...]] = []
+        for axis, (name, size) in enumerate(self.mesh.axes):
+            split = (S(0),) if name == DATA or axis < self.mesh.timed else (B, S(0))
+            per_axis.append(split if size > 1 else (B,))
+        found = [(free, [Choice((), (layout,) * len(free)) for layout in product(*per_axis)])]
+        for tensor in inputs:
+            if tensor not in free:
+                layout = self._stored(self.graph.hints[tensor.name], tensor)
+                found.append(((tensor,), [Choice((), (layout,))]))
+        return found
+
+    def of_variable(self, variable: Variable) -> list[Choice]:
+        """How a variable may be stored."""
+        tensor = variable.tensor
+        if self.fixed is not None:
+            if tensor.name not in self.fixed:
+                raise CompileError(
+                    f"{self.graph.name} uses variable {tensor.name}, which training does not have"
+                    f"\n  {tensor.where}"
+                )
+            return [Choice((), (self.fixed[tensor.name],))]
+        if variable.hint is not None:
+            return [Choice((), (self._stored(variable.hint, tensor),))]
+        per_axis: list[list[Sbp]] = []
+        for axis, (name, size) in enumerate(self.mesh.axes):
+            splits: list[Sbp] = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
+            if (
+                size == 1
+                or axis < self.mesh.timed
+                or (name == DATA and tensor.name not in self.split)
+            ):
+                per_axis.append([B])
+            elif name == DATA:
+                per_axis.append(splits or [B])
+            else:
+                per_axis.append([B, *splits])
+        layouts = [x for x in product(*per_axis) if boxing.is_legal(x, tensor.shape, self.mesh)]
+        return [Choice((), (layout,)) for layout in layouts]
+
+    def of_node(self, node: Node) -> list[Choice]:
+        """The combinations of a node's signatures on each axis that its tensors can have."""
+        signatures = node.op.signatures(
+            tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
+        )
+        in_time = self.in_time(node)
+        per_axis = [self._on_axis(axis, signatures) for axis in range(len(self.mesh.axes))]
+        if in_time is not None:
+            per_axis[0] = (in_time,)
+        hint, wanted = self.graph.hints.get(node.outputs[0].name), None
+        if hint is not None:
+            parts = in_time.outputs[0] if in_time else B
+            wanted = hinted(hint, self.mesh, node.outputs[0], parts)
+        domain = []
+        for combination in product(*per_axis):
+            choice = Choice(
+                tuple(
+                    self._layout(tensor, [signature.inputs[i] for signature in combination])
+                    for i, tensor in enumerate(node.inputs)
+                ),
+                tuple(
+                    self._layout(tensor, [signature.outputs[i] for signature in combination])
+                    for i, tensor in enumerate(node.outputs)
+                ),
+            )
+            if self._is_legal(node, choice) and (wanted is None or choice.outputs[0] == wanted):
+                domain.append(choice)
+        if not domain:
+            raise SbpError(
+                f"{node.name}: no signature of {node.op.name} gives the layout {wanted} that is"
+                f" hinted\n  {node.where}"
+            )
+        return domain
+
+    def in_time(self, node: Node) -> Signature | None:
+        """What a node does on the axis of time."""
+        return self.timing.signatures[node] if self.timing else None
+
+    def _stored(self, hint: Hint, tensor: Tensor) -> Layout:
+        """What a hint asks for an input or a variable, which hold values, never parts of sums."""
+        in_time = self.timing.sources[tensor] if self.timing else B
+        layout = hinted(hint, self.mesh, tensor, in_time)
+        if any(isinstance(sbp, Partial) for sbp in layout):
+            raise SbpError(f"{tensor.name} is stored, so it cannot be {hint}\n  {tensor.where}")
+        return layout
+
+    def _on_axis(self, axis: int, signatures: tuple[Signature, ...]) -> tuple[Signature, ...]:
+        """The signatures to consider on an axis.
+
+        What the `data` axis splits is the batch, the first dim. Without hints that say otherwise
+        its other splits are left out, which keeps the choice on two axes small.
+        """
+        name, size = self.mesh.axes[axis]
+        if size == 1:
+            return signatures[:1]
+        if name != DATA or len(self.mesh.axes) - self.mesh.timed == 1 or self.hinted:
+            return signatures
+        return tuple(
+            signature
+            for signature in signatures
+            if all(not isinstance(x, S) or x.dim == 0 for x in signature.inputs + signature.outputs)
+        )
+
+    def _layout(self, tensor: Tensor, sbps: list[Sbp]) -> Layout:
+        return boxing.without_units(tuple(sbps), tensor.shape, self.mesh)
+
+    def _is_legal(self, node: Node, choice: Choice) -> bool:
+        pairs = zip((*node.inputs, *node.outputs), (*choice.inputs, *choice.outputs), strict=True)
+        return all(boxing.is_legal(layout, t.shape, self.mesh) for t, layout in pairs)
+
+
+def hinted(hint: Hint, mesh: Mesh, tensor: Tensor, in_time: Sbp = B) -> Layout:
+    """The layout that a hint asks for: one SBP for every axis, or by axis name with B elsewhere.
+
+    An axis that this mesh does not have is passed over: one program serves all meshes. On that of
+    time a tensor is what `in_time` says.
+    """
+    if isinstance(hint, dict):
+        layout = tuple(hint.get(name, B) for name in mesh.names)
+    else:
+        layout = (hint,) * len(mesh.axes)
+    layout = tuple(sbp if size > 1 else B for sbp, size in zip(layout, mesh.sizes, strict=True))
+    layout = (in_time, *layout[1:]) if mesh.timed else layout
+    if not boxing.is_legal(layout, tensor.shape, mesh):
+        raise SbpError(f"{tensor.name}: shape {tensor.shape} cannot be {hint}\n  {tensor.where}")
+    return boxing.without_units(layout, tensor.shape, mesh)
