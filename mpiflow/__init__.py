@@ -134,6 +134,7 @@ def assign(variable: Tensor, value: Tensor) -> None:
 def hint(x: Tensor, sbp: Hint) -> Tensor:
     """Ask for a layout of `x`: one SBP for every mesh axis, or by axis name with B elsewhere."""
     x.graph.hints[x.name] = sbp
+    x.graph.hint_lines[x.name] = x.graph.where
     return x
 
 

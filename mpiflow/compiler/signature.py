@@ -33,7 +33,7 @@ They are fused into few messages, and hide behind the backward pass.
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A graph with the layouts chosen for it."""
+    """A graph with the layouts chosen for it: `choice` of each domain of the problem solved."""
 
     graph: Graph
     nodes: tuple[tuple[Node, Choice], ...]
@@ -41,6 +41,8 @@ class Placed:
     seconds: float
     lower: float
     """No layouts take fewer seconds; as `seconds`, where these are proven to be the best."""
+    problem: Problem
+    choice: tuple[int, ...]
 
     def __str__(self) -> str:
         lines = [f"layouts of {self.graph.name}: {self.seconds:.3e} s predicted"]
@@ -52,12 +54,28 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor whose layout is that of one domain, and which another domain takes.
+
+    `reader` takes it as input `operand`, or as its output where that is None; a reader that is
+    None is every rank, which takes all of it. `share` of the seconds of the conversion count.
+    """
+
+    tensor: Tensor
+    reader: int | None
+    operand: int | None
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """What `choose` minimises: a choice from each domain, by their seconds and those of pairs.
 
     The domains are those of the inputs, the variables, and from `first` on the live nodes.
     """
 
+    choices: Domains
+    machine: Machine
     graph: Graph
     domains: list[list[Choice]]
     kernels: list[Table]
@@ -66,6 +84,8 @@ class Problem:
     """These, and those of conversions that depend on one choice alone."""
     pairs: Pairs
     """The seconds of conversions, by the choices of two domains."""
+    edges: tuple[Edge, ...]
+    """The conversions that `unary` and `pairs` are the seconds of."""
     position: dict[Tensor, tuple[int, int]]
     """The domain that a tensor belongs to, and which of its outputs it is."""
     nodes: tuple[Node, ...]
@@ -85,7 +105,7 @@ class Problem:
             for index, i in [self.position[t]]
         }
         nodes = tuple(zip(self.nodes, picked[self.first :], strict=True))
-        return Placed(self.graph, nodes, sources, best.total, best.lower)
+        return Placed(self.graph, nodes, sources, best.total, best.lower, self, best.choice)
 
 
 def choose(
@@ -125,6 +145,7 @@ class _Pricing:
         self.tables: dict[Any, Table] = {}
         self.position: dict[Tensor, tuple[int, int]] = {}
         self.pairs: Pairs = {}
+        self.edges: list[Edge] = []
 
     def problem(self) -> Problem:
         nodes = tuple(self.graph.live())
@@ -143,7 +164,8 @@ class _Pricing:
         self._output_costs(unary)
         self._assign_edges(unary)
         return Problem(
-            self.graph, self.domains, kernels, unary, self.pairs, self.position, nodes
+            self.choices, self.machine, self.graph, self.domains, kernels, unary, self.pairs,
+            tuple(self.edges), self.position, nodes,
         )  # fmt: skip
 
     def _place(self, outputs: tuple[Tensor, ...], domain: list[Choice]) -> None:
@@ -198,8 +220,10 @@ class _Pricing:
     def _input_edges(self, index: int, node: Node) -> None:
         updates = node in self.graph.updates or not self.values.isdisjoint(node.outputs)
         for i, tensor in enumerate(node.inputs):
+            edge = Edge(tensor, index, i, _EXPOSED if updates else 1.0)
+            self.edges.append(edge)
             table = self._table(tensor, index, i)
-            self._add_pair(self.position[tensor][0], index, table * (_EXPOSED if updates else 1.0))
+            self._add_pair(self.position[tensor][0], index, table * edge.share)
 
     def _output_costs(self, unary: list[Table]) -> None:
         """Scalars end on every rank, what has a value for each row with the rows of the input."""
@@ -210,14 +234,17 @@ class _Pricing:
             if tensor.shape and self.graph.inputs:
                 rows = self.position[next(iter(self.graph.inputs.values()))][0]
                 wanted = [choice.outputs[0] for choice in self.domains[rows]]
+                self.edges.append(Edge(tensor, rows, None, _EXPOSED))
                 self._add_pair(producer, rows, _EXPOSED * self._convert(tensor, given, wanted))
             else:
+                self.edges.append(Edge(tensor, None, None, _EXPOSED))
                 unary[producer] += _EXPOSED * self._convert(tensor, given, [everywhere])[:, 0]
 
     def _assign_edges(self, unary: list[Table]) -> None:
         for name, value in self.graph.assigns.items():
             variable = self.position[self.graph.variables[name].tensor][0]
             producer = self.position[value][0]
+            self.edges.append(Edge(value, variable, None, 1.0))
             table = self._table(value, variable, None)
             if producer == variable:
                 unary[producer] += table.diagonal()

@@ -51,6 +51,7 @@ class Graph:
 
     `updates` are the optimizer's nodes, which come after forward and backward pass. The step is
     done in so many `micro_batches`, which only what is defined on one of them needs to know.
+    `hint_lines` are the lines that gave the hints, by tensor as these.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Graph:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     totals: set[str] = field(default_factory=set)
     hints: dict[str, Hint] = field(default_factory=dict)
+    hint_lines: dict[str, str] = field(default_factory=dict)
     updates: set[Node] = field(default_factory=set)
     policy: Policy | None = None
     micro_batches: int = 1
