@@ -80,13 +80,18 @@ class Builder:
             *(r.layout for r in (*inputs, *outputs)),
         )
 
-    def convert(self, source: Register, target: Layout, where: str) -> Register:
-        """The register that holds `source` in another layout; consumers share it."""
+    def convert(
+        self, source: Register, target: Layout, where: str, *, copy: str = ""
+    ) -> Register:
+        """The register that holds `source` in another layout; consumers share it.
+
+        Those that name a `copy` share one of their own.
+        """
         current = source
         hops = boxing.path(
             source.layout, target, source.shape, source.dtype, self.mesh, self.machine
         )
-        base = source.name
+        base = f"{source.name}@{copy}" if copy else source.name
         for hop in hops:
             target_name = f"{base}>{layout_text(hop.target).replace(' ', '')}"
             name = self.name(target_name, current.layout, hop.target)

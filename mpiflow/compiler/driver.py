@@ -129,7 +129,7 @@ class _Compiler:
                 data="train",
                 rows=train.batch,
                 timing=timing,
-                scatter=self.target.zero > 1,
+                zero=self.target.zero,
             )
         )
         shown = self._averages(variables)

@@ -18,6 +18,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.order import in_order, order_updates
 from mpiflow.compiler.signature import Placed
+from mpiflow.compiler.zero import is_backward, of_variables
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY
@@ -47,14 +48,15 @@ def lower(
     data: str,
     rows: int,
     timing: Timing | None = None,
-    scatter: bool = False,
+    zero: int = 0,
 ) -> Program:
     """The tasks of a traced graph: read, compute, convert, update.
 
-    `mesh` is timed where the step is cut into micro-batches, as `timing` says; with `scatter`,
-    gradients are split over the ranks before they are added up.
+    `mesh` is timed where the step is cut into micro-batches, as `timing` says. From level 2 of
+    `zero` on, gradients are split over the ranks before they are added up; at level 3, weights that
+    the forward pass has gathered are gathered again for the backward pass.
     """
-    return _Lowering(placed, variables, mesh, machine, timing, scatter).program(data, rows)
+    return _Lowering(placed, variables, mesh, machine, timing, zero).program(data, rows)
 
 
 class _Lowering:
@@ -65,10 +67,11 @@ class _Lowering:
         mesh: Mesh,
         machine: Machine,
         timing: Timing | None,
-        scatter: bool,
+        zero: int,
     ) -> None:
         self.placed, self.graph, self.timing = placed, placed.graph, timing
-        self.scatter = scatter
+        self.zero = zero
+        self.weights = of_variables(self.graph) if zero > 2 else set()
         # By the name in the graph: an evaluation has averages in the place of weights.
         self.variables = dict(zip(variables, in_time(variables.values(), mesh), strict=True))
         self.build = Builder(mesh, machine, loops=timing.count if timing else 0)
@@ -109,18 +112,21 @@ class _Lowering:
         """The loops in which a node fires; (0,) if it fires once."""
         return (self.timing.loops[node] if self.timing else ()) or (0,)
 
-    def _value(self, tensor: Tensor, wanted: Layout, where: str) -> Register:
+    def _value(
+        self, tensor: Tensor, wanted: Layout, where: str, *, backward: bool = False
+    ) -> Register:
         """A tensor as the task that is built now takes it, converted where it must be."""
         build = self.build
+        again = "again" if backward and tensor in self.weights else ""
         if not self.timing:
-            return build.convert(self.values[tensor, 0], wanted, where)
+            return build.convert(self.values[tensor, 0], wanted, where, copy=again)
         loop = build.loop
         if wanted[0] == B and tensor in self.timing.made:
             build.loop = self.timing.made[tensor]
         held = self.values.get((tensor, build.loop)) or self.values[tensor, 0]
-        if self.scatter and held.layout[0] != wanted[0] and any(isinstance(x, S) for x in wanted):
+        if self.zero > 1 and held.layout[0] != wanted[0] and any(isinstance(x, S) for x in wanted):
             held = build.convert(held, (held.layout[0], *wanted[1:]), where)
-        found = build.convert(held, wanted, where)
+        found = build.convert(held, wanted, where, copy=again)
         build.loop = loop
         return found
 
@@ -182,7 +188,7 @@ class _Lowering:
 
     def _node(self, node: Node, choice: Choice) -> None:
         inputs = [
-            self._value(tensor, layout, node.where)
+            self._value(tensor, layout, node.where, backward=is_backward(node))
             for tensor, layout in zip(node.inputs, choice.inputs, strict=True)
         ]
         outputs: list[Register] = []

@@ -6,7 +6,8 @@ Rajbhandari, Rasley, Ruwase, He 2020, by level, each with what the ones before i
                                                    runs on the part, the new weight is gathered
     2  gradients                                   in a loop over micro-batches they are
                                                    reduce-scattered before they are added up
-    3  weights                                     gathered where they are used
+    3  weights                                     gathered for the forward pass, let go, and
+                                                   gathered again for the backward pass
 
 Nothing else is needed: updates are elementwise, so their signatures and boxing give the rest.
 """
@@ -14,7 +15,7 @@ Nothing else is needed: updates are elementwise, so their signatures and boxing 
 from __future__ import annotations
 
 from mpiflow.errors import UsageError
-from mpiflow.graph.graph import Graph, Variable
+from mpiflow.graph.graph import Graph, Node, Variable
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.rowupdate import RowUpdate
 
@@ -53,6 +54,20 @@ def split_variables(graph: Graph, level: int) -> set[str]:
         if variable.tensor not in by_rows
         and (_is_state(variable, used) or (level > 2 and variable.trainable))
     }
+
+
+def of_variables(graph: Graph) -> set[Tensor]:
+    """The variables, and what is made of them alone (a cast weight)."""
+    found = {variable.tensor for variable in graph.variables.values()}
+    for node in graph.live():
+        if node.inputs and found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def is_backward(node: Node) -> bool:
+    """Whether a node belongs to the backward pass."""
+    return node.name.startswith("grad/")
 
 
 def _is_state(variable: Variable, used: set[Tensor]) -> bool:
