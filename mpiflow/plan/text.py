@@ -89,12 +89,12 @@ def show(plan: Plan) -> str:
     """The plan, one line an item; tasks in the order in which they are predicted to start."""
     lines = [*_header(plan)]
     if plan.data:
-        lines += ["", "data", *_table([_data_row(data) for data in plan.data])]
+        lines += ["", "data", *table([_data_row(data) for data in plan.data])]
     if plan.variables:
         rank = plan.slice(0)
         rows = [_variable_row(v, rank, v.where) for v in plan.variables]
         heads = ("name", "shape", "layout", "largest shard", ">size", "line")
-        lines += ["", "variables", *_table(rows, heads)]
+        lines += ["", "variables", *table(rows, heads)]
     for program in plan.programs:
         lines += ["", *_program(plan, program)]
     return "\n".join(lines) + "\n"
@@ -147,7 +147,7 @@ def _program(plan: Plan, program: Program) -> list[str]:
          time_text(t.seconds), t.where.rpartition("/")[2])
         for t in ordered
     ]  # fmt: skip
-    room = _WIDTH - len(max(_table(sides, _HEADS), key=len)) + len("operands")
+    room = _WIDTH - len(max(table(sides, _HEADS), key=len)) + len("operands")
     texts = [_operands(task, tensors, rank, max(room, _LEAST)) for task in ordered]
     rows = [(*side[:2], text, *side[3:]) for side, text in zip(sides, texts, strict=True)]
     data = f" of {program.data}" if program.data else ""
@@ -157,7 +157,7 @@ def _program(plan: Plan, program: Program) -> list[str]:
     )
     if program.micro_batches > 1:
         title += f"; layouts on {plan.mesh_of(program)}"
-    heads, *lines = _table(rows, _HEADS)
+    heads, *lines = table(rows, _HEADS)
     if program.micro_batches > 1:
         lines = _under_phases(program, ordered, lines)
     lines = [title, heads, *lines]
@@ -233,7 +233,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> list[str]:
+def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> list[str]:
     """Rows in aligned columns; a head that begins with `>` aligns its column to the right."""
     right = [head.startswith(">") for head in heads] or [False] * len(rows[0] if rows else ())
     titled = [[head.lstrip(">") for head in heads]] if heads else []

@@ -18,6 +18,11 @@ from mpiflow.plan.volume import sent_elements
 
 def bytes_sent(plan: Plan, program: Program) -> int:
     """Payload bytes that one step sends, of the rank that sends most."""
+    return sum(nbytes for _, nbytes in sent_each(plan, program))
+
+
+def sent_each(plan: Plan, program: Program) -> list[tuple[Task, int]]:
+    """The collectives, with what each sends in a step on the rank that sends most of all."""
     firings = [
         (task, program.micro_batches if task.phase % 2 else 1)
         for task in program.tasks if task.kind == "collective"
@@ -27,28 +32,33 @@ def bytes_sent(plan: Plan, program: Program) -> int:
 
 def firing_bytes(task: Task, tensors: dict[str, Register], mesh: Mesh) -> int:
     """Payload bytes that one firing of a collective sends, of the rank that sends most."""
-    return _most_sent([(task, 1)], tensors, mesh)
+    return _most_sent([(task, 1)], tensors, mesh)[0][1]
 
 
-def _most_sent(firings: list[tuple[Task, int]], tensors: dict[str, Register], mesh: Mesh) -> int:
-    """Payload bytes of collectives that fire so many times each, of the rank that sends most."""
+def _most_sent(
+    firings: list[tuple[Task, int]], tensors: dict[str, Register], mesh: Mesh
+) -> list[tuple[Task, int]]:
+    """Of collectives that fire so many times each, the bytes of the rank that sends most."""
     tasks = [task for task, _ in firings]
     used = {name: tensors[name] for task in tasks for name in (*task.inputs, *task.outputs)}
     places = _places(mesh, list(used.values()), tasks, used)
-    return max(
-        sum(
-            times * sent_by(RankPlan(mesh, mesh.rank(where), where), task, used)
+    sent = (
+        [
+            (task, times * sent_by(RankPlan(mesh, mesh.rank(where), where), task, used))
             for task, times in firings
-        )
+        ]
         for where in product(*places)
     )
+    return max(sent, key=lambda each: sum(nbytes for _, nbytes in each))
 
 
 def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
     """Payload bytes that a rank sends in a collective; as `RankPlan.sent_bytes`, without peers."""
     source, target = tensors[task.inputs[0]], tensors[task.outputs[0]]
-    axis = rank.mesh.index(task.axis)
-    size, index = rank.mesh.sizes[axis], rank.coordinates[axis]
+    size, index = 1, 0
+    for axis in rank.mesh.along(task.axis):
+        parts = rank.mesh.sizes[axis]
+        size, index = size * parts, index * parts + rank.coordinates[axis]
     own = rank.shape(source)
     match task.op:
         case "all_reduce":
@@ -87,12 +97,15 @@ def _places(
     for task in tasks:
         if _splits_one_dim(task, tensors):
             # Between units of one dim, what stays differs from rank to rank.
-            axis = mesh.index(task.axis)
-            places[axis].update(range(mesh.sizes[axis]))
+            for axis in mesh.along(task.axis):
+                places[axis].update(range(mesh.sizes[axis]))
         if task.op == "all_reduce":  # whose segments are spans of the shard's elements
-            axis = mesh.index(task.axis)
+            axes = mesh.along(task.axis)
             members = [tensors[name] for name in task.inputs]
             for where in product(*map(sorted, places)):
                 rank = RankPlan(mesh, mesh.rank(where), where)
-                places[axis].add(reduced_elements(members, rank) % mesh.sizes[axis])
+                longer = reduced_elements(members, rank) % mesh.extent(axes)
+                for axis in reversed(axes):
+                    longer, index = divmod(longer, mesh.sizes[axis])
+                    places[axis].add(index)
     return [[0] if mesh.timed and not axis else sorted(each) for axis, each in enumerate(places)]
