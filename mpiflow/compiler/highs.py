@@ -20,6 +20,8 @@ from mpiflow.errors import CompileError
 
 Indices = NDArray[np.intp]
 Pairs = dict[tuple[int, int], Table]
+Scope = tuple[int, ...]
+"""The variables, one or two, by whose choices a table is."""
 _SCALE = 1e3
 """What the sum and the limit are scaled to, since the tolerances of HiGHS, 1e-6, are absolute."""
 _INFEASIBLE, _UNBOUNDED = 2, 3
@@ -27,11 +29,12 @@ _INFEASIBLE, _UNBOUNDED = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """For each of the `live` sets, the memory of its variables adds up to `limit` at most."""
+    """For each of the `live` sets, the memory of its members adds up to `limit` at most."""
 
     memory: Sequence[Table]
-    live: Sequence[Sequence[int]]
+    live: Sequence[Indices]
     limit: float
+    scopes: Sequence[Scope]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class _Program:
         self.objective = [np.where(np.isfinite(cost), cost, 0.0) for cost in costs]
         self.most = [np.where(np.isfinite(cost), 1.0, 0.0) for cost in costs]
         self.columns = int(self.first[-1])
+        self.paired: dict[Scope, tuple[tuple[Indices, ...], Indices]] = {}
         self.rows = _Rows()
         for variable in range(len(costs)):
             columns = self._choices(variable)
@@ -141,6 +145,7 @@ class _Program:
         at = np.nonzero(np.isfinite(table))
         columns = self.columns + np.arange(len(at[0]))
         self.columns += len(columns)
+        self.paired[a, b] = at, columns
         self.objective.append(table[at])
         # Choices bound pairs too, but without this the presolve of HiGHS 1.12 may never end.
         self.most.append(np.ones(len(columns)))
@@ -154,9 +159,14 @@ class _Program:
         """A row for each live set, which a column may let exceed the limit."""
         scale = _limit_scale(limits)
         for live in limits.live:
-            for variable in live:
-                columns = self._choices(variable)
-                self.rows.put(np.zeros_like(columns), columns, limits.memory[variable] * scale)
+            for member in live.tolist():
+                scope, memory = limits.scopes[member], limits.memory[member] * scale
+                if len(scope) == 1:
+                    columns = self._choices(scope[0])
+                else:
+                    at, columns = self.paired[scope]
+                    memory = memory[at]
+                self.rows.put(np.zeros_like(columns), columns, memory)
             if excess is not None:
                 self.rows.put(np.zeros(1, np.intp), np.array([excess]), np.array([-1.0]))
             self.rows.finish(1, -np.inf, limits.limit * scale)

@@ -11,13 +11,14 @@ problem always has the same result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mpiflow.compiler import highs
 from mpiflow.compiler.bounds import Table
 from mpiflow.compiler.elimination import Indices, Pairs, Solution, minimise
+from mpiflow.compiler.highs import Scope
 from mpiflow.errors import CompileError
 
 _SMALL = 2_000
@@ -56,7 +57,7 @@ class DoesNotFit(CompileError):
 
     def __init__(self, live: int, size: int, least: float, limit: float) -> None:
         super().__init__(
-            f"live set {live}, of {size} variables, needs {least:,.0f} bytes or more,"
+            f"live set {live}, of {size} members, needs {least:,.0f} bytes or more,"
             f" {least - limit:,.0f} above the limit of {limit:,.0f}; raise the limit, or allow"
             " choices that need less"
         )
@@ -69,17 +70,25 @@ def minimise_within(
     memory: Sequence[Table],
     live: Sequence[Sequence[int]],
     limit: float,
+    scopes: Sequence[Scope] | None = None,
 ) -> Limited:
-    """The cheapest choices where the memory of the variables of each live set is `limit` at most.
+    """The cheapest choices where the memory of the members of each live set is `limit` at most.
 
-    Memory is in bytes and not negative. Costs, and the tables of pairs (a < b), may be infinite:
-    these are never chosen. Raises DoesNotFit where nothing fits, and CompileError where nothing
-    avoids infinite costs, or where neither is found out with the work that is allowed.
+    A member is a table of `memory`, in bytes and not negative: that of the variable of its number,
+    or by the choices of the one or two variables (a < b, which are a pair) that `scopes` names.
+    Costs, and the tables of pairs (a < b), may be infinite: these are never chosen. Raises
+    DoesNotFit where nothing fits, and CompileError where nothing avoids infinite costs, or where
+    neither is found out with the work that is allowed.
     """
     problem = _Problem(
         [np.asarray(c, np.float64) for c in costs],
         {pair: np.asarray(pairs[pair], np.float64) for pair in sorted(pairs)},
-        highs.Limits([np.asarray(m, np.float64) for m in memory], live, float(limit)),
+        highs.Limits(
+            [np.asarray(m, np.float64) for m in memory],
+            [np.asarray(members, np.intp) for members in live],
+            float(limit),
+            [(v,) for v in range(len(memory))] if scopes is None else scopes,
+        ),
     )
     problem.check_each_set()
     free = _minimise_priced(problem, np.zeros(len(live)))
@@ -103,20 +112,18 @@ class _Problem:
     def __init__(self, costs: list[Table], pairs: Pairs, limits: highs.Limits) -> None:
         self.costs, self.pairs, self.limits = costs, pairs, limits
         live = limits.live
-        self.members = np.array([v for variables in live for v in variables], np.intp)
-        self.sets = np.repeat(np.arange(len(live)), [len(variables) for variables in live])
+        self.members = np.concatenate([np.zeros(0, np.intp), *live])
+        self.sets = np.repeat(np.arange(len(live)), [len(members) for members in live])
         self.entries = sum(map(len, costs)) + sum(table.size for table in pairs.values())
 
     def used(self, each: Table) -> Table:
-        """The memory of each live set, given that of each variable."""
-        used = np.zeros(len(self.limits.live))
-        np.add.at(used, self.sets, each[self.members])
-        return used
+        """The memory of each live set, given that of each member."""
+        return np.bincount(self.sets, each[self.members], len(self.limits.live))
 
     def memory_of(self, choice: Sequence[int]) -> Table:
         """The memory of each live set."""
-        memory = self.limits.memory
-        return self.used(np.array([m[i] for m, i in zip(memory, choice, strict=True)]))
+        tables = zip(self.limits.memory, self.limits.scopes, strict=True)
+        return self.used(np.array([m[tuple(choice[v] for v in scope)] for m, scope in tables]))
 
     def cost_of(self, choice: Sequence[int]) -> float:
         total = sum((float(c[i]) for c, i in zip(self.costs, choice, strict=True)), 0.0)
@@ -130,11 +137,13 @@ class _Problem:
         return Limited(choice, total, lower, float(self.memory_of(choice).max(initial=0.0)))
 
     def check_each_set(self) -> None:
-        """Raise where a live set exceeds the limit even with the least memory of each variable."""
-        possible = [m[np.isfinite(c)] for c, m in zip(self.costs, self.limits.memory, strict=True)]
+        """Raise where a live set exceeds the limit even with the least memory of each member."""
+        possible = [np.flatnonzero(np.isfinite(cost)) for cost in self.costs]
         if not all(map(len, possible)):
             raise CompileError(_FORBIDDEN)
-        least = self.used(np.array([m.min() for m in possible]))
+        tables = zip(self.limits.memory, self.limits.scopes, strict=True)
+        each = [m[np.ix_(*(possible[v] for v in scope))].min() for m, scope in tables]
+        least = self.used(np.array(each))
         if least.max(initial=0.0) > self.limits.limit:
             raise self.does_not_fit(least, float(least.max()))
 
@@ -147,8 +156,9 @@ class _Problem:
         """The problem with some of the choices only."""
         costs = [c[k] for c, k in zip(self.costs, kept, strict=True)]
         pairs = {(a, b): t[np.ix_(kept[a], kept[b])] for (a, b), t in self.pairs.items()}
-        memory = [m[k] for m, k in zip(self.limits.memory, kept, strict=True)]
-        return _Problem(costs, pairs, highs.Limits(memory, self.limits.live, self.limits.limit))
+        tables = zip(self.limits.memory, self.limits.scopes, strict=True)
+        memory = [m[np.ix_(*(kept[v] for v in scope))] for m, scope in tables]
+        return _Problem(costs, pairs, replace(self.limits, memory=memory))
 
 
 @dataclass(slots=True)
@@ -195,11 +205,17 @@ def _minimise_priced(problem: _Problem, prices: Table) -> Solution | None:
 
     None if too many are about equally cheap.
     """
-    price = np.bincount(problem.members, prices[problem.sets], len(problem.costs))
-    memory = problem.limits.memory
-    costs = [c + p * m for c, p, m in zip(problem.costs, price, memory, strict=True)]
+    limits = problem.limits
+    costs, pairs = list(problem.costs), dict(problem.pairs)
+    price = np.bincount(problem.members, prices[problem.sets], len(limits.memory))
+    for member in np.flatnonzero(price).tolist():
+        scope, priced = limits.scopes[member], price[member] * limits.memory[member]
+        if len(scope) == 1:
+            costs[scope[0]] = costs[scope[0]] + priced
+        else:
+            pairs[scope] = pairs[scope] + priced
     try:
-        return minimise(costs, problem.pairs)
+        return minimise(costs, pairs)
     except CompileError:
         return None  # HiGHS takes the problem as a whole
 
@@ -289,7 +305,7 @@ def _solve(problem: _Problem, seen: _Seen, kept: list[Indices], gap: float) -> f
             told = len(seen.exceeded)
             live = [problem.limits.live[i] for i in sorted(seen.exceeded)]
             answer = highs.solve(
-                problem.costs, problem.pairs, highs.Limits(problem.limits.memory, live, limit),
+                problem.costs, problem.pairs, replace(problem.limits, live=live, limit=limit),
                 near=_magnitude(problem, seen), gap=gap, nodes=_NODES,
             )  # fmt: skip
             lower = lower if share else answer.lower

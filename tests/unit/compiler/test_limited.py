@@ -145,7 +145,7 @@ def test_sets_that_fit_alone_but_not_together_say_which_limit_they_need():
 
 def test_a_set_too_large_is_named():
     costs, memory = [np.zeros(2)] * 3, [np.array([8.0, 5.0])] * 3
-    with pytest.raises(DoesNotFit, match="live set 1, of 2 variables, needs 10 bytes") as raised:
+    with pytest.raises(DoesNotFit, match="live set 1, of 2 members, needs 10 bytes") as raised:
         minimise_within(costs, {}, memory, [[0], [1, 2]], 9.0)
     assert (raised.value.live, raised.value.least, raised.value.limit) == (1, 10.0, 9.0)
 
