@@ -49,13 +49,14 @@ from mpiflow.compiler.stages import check_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.compiler.zero import level_note
-from mpiflow.errors import CompileError, JobError
+from mpiflow.errors import JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph
+from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import S
 from mpiflow.job import Best, Job
 from mpiflow.optim import average_name
-from mpiflow.plan.records import DataSet, Plan, Program, Settings, Variable
+from mpiflow.plan.records import DataSet, Plan, Program, Register, Settings, Variable
 from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
@@ -208,7 +209,7 @@ class _Compiler:
     ) -> Plan:
         train = self.data["train"]
         ops = user_ops(programs, self.folder)
-        self._check_batches(programs)
+        self._note_idle_ranks(programs)
         dropped = train.rows % train.batch
         if dropped:
             self.notes.append(
@@ -240,28 +241,20 @@ class _Compiler:
         self.observe("verify", "all", f"plan of {self.job.name}: proven")
         return plan
 
-    def _check_batches(self, programs: tuple[Program, ...]) -> None:
-        """Every rank that splits a training batch must get a row of it."""
+    def _note_idle_ranks(self, programs: tuple[Program, ...]) -> None:
+        """Say which batches have fewer rows than ranks that split them: that is right, but slow."""
         for program in programs:
             if not program.data or program.name.endswith("_tail"):
                 continue
-            for register in program.registers:
-                mesh = self.mesh.in_time(program.micro_batches)
-                parts = prod(
-                    size
-                    for sbp, size in list(zip(register.layout, mesh.sizes, strict=True))[
-                        mesh.timed :
-                    ]
-                    if sbp == S(0)
+            mesh = self.mesh.in_time(program.micro_batches)
+            what = "micro-batch" if mesh.timed else "batch"
+            rows = program.rows // program.micro_batches
+            parts = max((_parts(r, mesh) for r in program.registers if r.slots > 1), default=1)
+            if rows < parts:
+                self.notes.append(
+                    f"data set {program.data!r}: a {what} of {rows} rows is split over {parts}"
+                    f" ranks, so {parts - rows} of them have none; a larger {what} would use them"
                 )
-                what = "micro-batch" if mesh.timed else "batch"
-                rows = register.shape[0] // program.micro_batches if register.shape else 1
-                if register.slots > 1 and rows < parts:
-                    raise CompileError(
-                        f"data set {program.data!r}: a {what} of {rows} rows is smaller than the"
-                        f" {parts} ranks that split it; give it a {what} of {parts} or more, or use"
-                        " fewer ranks"
-                    )
 
     def _process_bytes(self, programs: tuple[Program, ...], arena: int) -> int:
         cached: dict[str, int] = {}
@@ -330,6 +323,12 @@ def identity(job: Job, model: str, graph: Graph, train: DataSet) -> tuple[tuple[
         ("variables", variables),
         *((("frozen", ", ".join(job.frozen)),) if job.frozen else ()),
     )  # fmt: skip
+
+
+def _parts(register: Register, mesh: Mesh) -> int:
+    """How many ranks the first dim is split over."""
+    pairs = list(zip(register.layout, mesh.sizes, strict=True))[mesh.timed :]
+    return prod(size for sbp, size in pairs if sbp == S(0))
 
 
 def _same_variables(graph: Graph, variables: dict[str, Variable]) -> None:

@@ -117,7 +117,6 @@ def test_a_run_that_cannot_be_meant_is_refused_before_anything_is_written(run, t
         (("--set", "wdth=3"), "job.py", 2, "no setting 'wdth'; it has batch=32, width=9"),
         (("--mesh", "data=3"), "job.py", 2, "--mesh data=3 is for 3 ranks, 2 were started"),
         (("--mesh", "data=2"), plan.name, 2, "--mesh changes a plan"),
-        (("--set", "batch=1"), "job.py", 1, "smaller than the 2 ranks that split it"),
         (("--bogus",), "job.py", 2, "unrecognized arguments: --bogus"),
         ((), "old.plan", 1, "made by mpiflow 0.0.1, this is mpiflow "),
         ((), "wrong.py", 1, "wrong.py:14"),

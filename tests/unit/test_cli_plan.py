@@ -182,7 +182,6 @@ def test_what_a_job_file_prints_is_among_the_notes(json_of, folder):
         (["plan", "job.py", "--ranks", "2", "--mesh", "data=3"], 2, "has 3 ranks, --ranks says 2"),
         (["plan", "job.py", "--ranks", "2", "--set", "wdth=3"], 2, "no setting 'wdth'"),
         (["plan", "job.py", "--ranks", "2", "--set", "batch=34"], 1, "batch of 34 rows is larger"),
-        (["plan", "job.py", "--ranks", "9"], 1, "a batch of 8 rows is smaller than the 9 ranks"),
         (["plan", "job.py:none", "--ranks", "2"], 1, "job.py has no function 'none'"),
         (["plan", "job.py", "--ranks", "2", "--data", "x"], 1, "no file matches 'train-*.h5' in "),
         (["plan", "job.py", "--ranks", "2", "--after", "x"], 2, "--after x: the steps are trace,"),

@@ -131,5 +131,9 @@ def test_a_variable_or_an_input_is_never_partial():
 def test_stages_are_refused_until_they_are_supported():
     with pytest.raises(CompileError, match="pipelines over a 'stage' axis are not supported"):
         compile_for("stage=2", classifier())
-    with pytest.raises(CompileError, match="batch of 2 rows is smaller than the 3 ranks"):
-        compile_for("data=3", classifier(2))
+
+
+def test_a_batch_smaller_than_the_ranks_that_split_it_is_noted():
+    idle = "data set 'train': a batch of 2 rows is split over 3 ranks, so 1 of them have none"
+    assert any(note.startswith(idle) for note in compile_for("data=3", classifier(2)).notes)
+    assert not any("have none" in note for note in compile_for("data=2", classifier(2)).notes)
