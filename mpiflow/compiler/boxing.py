@@ -244,7 +244,7 @@ def _price(
         return compute_seconds(machine, 0, 2 * nbytes, dtype)
     joint = (*source[:axis], B, *source[axis + 1 :])
     nbytes = prod(local_shape(shape, joint, mesh)) * itemsize(dtype)
-    return collective_seconds(machine, kind, nbytes, mesh, axis)
+    return collective_seconds(machine, kind, nbytes, mesh, (axis,))
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:

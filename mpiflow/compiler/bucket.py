@@ -149,9 +149,9 @@ def bucket_bytes(
     compute = sum(t.seconds for t in program.tasks if t.kind == "compute")
     if not total or not compute:
         return _SMALLEST
-    axis = mesh.sizes.index(max(mesh.sizes))
-    fixed = collective_seconds(machine, "all_reduce", 0, mesh, axis)
-    moving = collective_seconds(machine, "all_reduce", total, mesh, axis) - fixed
+    axes = (mesh.sizes.index(max(mesh.sizes)),)
+    fixed = collective_seconds(machine, "all_reduce", 0, mesh, axes)
+    moving = collective_seconds(machine, "all_reduce", total, mesh, axes) - fixed
     if compute > moving:
         size = total * fixed / (compute - moving)
     else:
@@ -161,12 +161,12 @@ def bucket_bytes(
 
 def _fused(group: _Bucket, mesh: Mesh, machine: Machine) -> Task:
     first = group.tasks[0]
-    axis = mesh.index(first.axis)
+    axes = mesh.along(first.axis)
     return replace(
         first,
         name=group.name,
         inputs=tuple(t.inputs[0] for t in group.tasks),
         outputs=tuple(t.outputs[0] for t in group.tasks),
-        seconds=collective_seconds(machine, "all_reduce", group.nbytes, mesh, axis),
+        seconds=collective_seconds(machine, "all_reduce", group.nbytes, mesh, axes),
         where=group.tasks[-1].where,
     )

@@ -63,15 +63,39 @@ def ideal_seconds(
     return roofline(machine, op.flops(inputs, outputs), nbytes, dtypes[-1], op.unit)
 
 
-def spread(mesh: Mesh, axis: int, devices_per_node: int) -> tuple[int, int]:
-    """How a group along an axis lies: its members on a node (at most), and the nodes it is on.
+def spread(mesh: Mesh, axes: tuple[int, ...], devices_per_node: int) -> tuple[int, int]:
+    """How a group along some axes lies: its members on a node (at most), and the nodes it is on.
+
+    Axes next to each other are as one. Apart from these, of the inner ones a group has as many on
+    each node, and of the outer ones on as many nodes, as it would along these alone.
+    """
+    within = nodes = 1
+    for run in _runs(axes):
+        inside, across = _spread(mesh, run, devices_per_node)
+        within, nodes = within * inside, nodes * across
+    return within, nodes
+
+
+def _runs(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Axes in runs of neighbours."""
+    runs: list[tuple[int, ...]] = []
+    for axis in axes:
+        if runs and runs[-1][-1] + 1 == axis:
+            runs[-1] = (*runs[-1], axis)
+        else:
+            runs.append((axis,))
+    return runs
+
+
+def _spread(mesh: Mesh, run: tuple[int, ...], devices_per_node: int) -> tuple[int, int]:
+    """As `spread`, along axes that are next to each other.
 
     Ranks fill one node after another, and axes are ordered outermost first, so a group lies in
     stride x size consecutive ranks. Where these blocks fit the nodes evenly, all groups are alike;
     where one straddles a border, the answer is that of a group which does.
     """
-    members = mesh.sizes[axis]
-    stride = prod(mesh.sizes[axis + 1 :])
+    members = mesh.extent(run)
+    stride = prod(mesh.sizes[run[-1] + 1 :])
     block, node = stride * members, devices_per_node or mesh.size
     if node % block == 0 or mesh.size <= node // block * block:
         return members, 1
@@ -79,15 +103,17 @@ def spread(mesh: Mesh, axis: int, devices_per_node: int) -> tuple[int, int]:
     return within, ceil(members / within)
 
 
-def collective_seconds(machine: Machine, kind: str, nbytes: int, mesh: Mesh, axis: int) -> float:
-    """A collective along an axis, on a tensor of `nbytes` that is joint over its members.
+def collective_seconds(
+    machine: Machine, kind: str, nbytes: int, mesh: Mesh, axes: tuple[int, ...]
+) -> float:
+    """A collective along some axes, on a tensor of `nbytes` that is joint over its members.
 
     A group within a node uses the inner link, any other the outer one. Where collectives are
     hierarchical, a group with several members on each of several nodes first reduces (and last
     gathers) within the nodes, so that a rank sends only its part of the tensor over the outer link.
     """
-    within, nodes = spread(mesh, axis, machine.devices_per_node)
-    members = mesh.sizes[axis]
+    within, nodes = spread(mesh, axes, machine.devices_per_node)
+    members = mesh.extent(axes)
     if nodes == 1:
         return _level(machine, machine.inner, kind, nbytes, members)
     if within == 1 or not machine.hierarchical or kind == "all_to_all":

@@ -56,12 +56,10 @@ def bind_collective(
     """Prepare a collective task on the views of its registers."""
     source, target = registers[task.inputs[0]], registers[task.outputs[0]]
     send, receive = views[source.name], views[target.name]
-    axis = rank.mesh.index(task.axis)
-    peers = [rank.peer(task.axis, index) for index in range(rank.mesh.sizes[axis])]
-    counts = rank.counts(task, registers)
+    if task.op == "all_reduce":
+        return _all_reduce(task, rank, registers, views, arena, group)
+    peers, counts = rank.peers(task.axis), rank.counts(task, registers)
     match task.op:
-        case "all_reduce":
-            return _all_reduce(task, rank, registers, views, arena, group)
         case "all_gather":
             boxes = [peer.box(source) for peer in peers]
             flat, pieces = _pieces(task, arena, receive, rank.box(target), boxes)

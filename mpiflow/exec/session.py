@@ -66,7 +66,7 @@ class Session:
         self.plan, self.transport = plan, transport
         self.rank = plan.slice(transport.rank)
         self.groups: dict[str, Group] = {
-            axis: transport.group(self.rank.members(axis), axis) for axis in plan.mesh.names
+            axis: transport.group(self.rank.members(axis), axis) for axis in plan.communicators()
         }
         self.device: Device = device or Cpu()
         if plan.device != self.device.kind:

@@ -7,7 +7,9 @@ micro-batch's rows, P its contribution to a sum, B what all micro-batches share.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from mpiflow.errors import UsageError
@@ -56,6 +58,18 @@ class Mesh:
         """The position of an axis; axis 0 is the outermost."""
         return self.names.index(axis)
 
+    def along(self, axis: str) -> tuple[int, ...]:
+        """The positions of the axes that a task names, outermost first: `data`, `data,model`."""
+        return tuple(map(self.index, axis.split(",")))
+
+    def joined(self, axes: Iterable[int]) -> str:
+        """The name of the axes at these positions taken together, as `along` reads it."""
+        return ",".join(self.names[axis] for axis in axes)
+
+    def extent(self, axes: Iterable[int]) -> int:
+        """How many ranks a group along these axes has."""
+        return prod(self.sizes[axis] for axis in axes)
+
     def coordinates(self, rank: int, micro: int = 0) -> tuple[int, ...]:
         """Where a rank stands on each axis; on that of time, at the micro-batch `micro`."""
         where = []
@@ -72,12 +86,13 @@ class Mesh:
             rank = rank * size + index
         return rank
 
-    def group(self, axis: int, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on one axis only, in order along it."""
+    def group(self, axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on these axes only, in order: along the last first."""
         where = list(self.coordinates(rank))
         members = []
-        for index in range(self.sizes[axis]):
-            where[axis] = index
+        for indices in product(*(range(self.sizes[axis]) for axis in axes)):
+            for axis, index in zip(axes, indices, strict=True):
+                where[axis] = index
             members.append(self.rank(tuple(where)))
         return tuple(members)
 

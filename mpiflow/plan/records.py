@@ -33,7 +33,7 @@ COMPUTE, READ, WRITE = "compute", "read", "write"
 
 
 def communication_stream(axis: str) -> str:
-    """The stream of the communicators along one mesh axis."""
+    """The stream of the communicators along a mesh axis, or several: `data,model`."""
     return f"comm.{axis}"
 
 
@@ -70,7 +70,8 @@ class Task:
 
     `kind` is compute, collective, read or write. `op` is the op's name, or the collective:
     all_reduce, all_gather, reduce_scatter, all_to_all. `inputs` and `outputs` name registers and
-    variables. `after` names tasks of the same program that must be done first though no register
+    variables. `axis` is the mesh axis that a collective runs along, or several of them, outermost
+    first: `data,model`. `after` names tasks of the same program that must be done first though no register
     says so (a variable is overwritten after its last reader). `workspace` is (offset, bytes).
     `nbytes` is the memory that a compute task touches, or the largest payload that a rank sends.
     `where` is the line of the user's program. `seconds` is predicted. Costs are those of one
@@ -262,6 +263,12 @@ class Plan:
     def mesh_of(self, program: Program) -> Mesh:
         """The mesh of a program's layouts: with the axis of time, where it has micro-batches."""
         return self.mesh.in_time(program.micro_batches)
+
+    def communicators(self) -> tuple[str, ...]:
+        """What collectives run along: every axis, and the sets of several that tasks name."""
+        tasks = (task for program in self.programs for task in program.tasks)
+        named = (task.axis for task in tasks if task.kind == "collective")
+        return tuple(dict.fromkeys((*self.mesh.names, *named)))
 
     def slice(self, rank: int, program: Program | None = None) -> RankPlan:
         """The plan seen from one rank: its variables, or the tensors of a program."""

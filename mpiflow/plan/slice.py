@@ -31,22 +31,21 @@ class RankPlan:
         return sbp.box_shape(self.box(register))
 
     def members(self, axis: str) -> tuple[int, ...]:
-        """The ranks of this rank's group along an axis."""
-        return self.mesh.group(self.mesh.index(axis), self.rank)
+        """The ranks of this rank's group along an axis, or several: `data,model`."""
+        return self.mesh.group(self.mesh.along(axis), self.rank)
 
-    def peer(self, axis: str, index: int) -> RankPlan:
-        """The member at `index` of this rank's group along `axis`."""
-        rank = self.members(axis)[index]
-        return RankPlan(self.mesh, rank, self.mesh.coordinates(rank))
+    def peers(self, axis: str) -> list[RankPlan]:
+        """The members of this rank's group along `axis`, in order."""
+        members = self.members(axis)
+        return [RankPlan(self.mesh, rank, self.mesh.coordinates(rank)) for rank in members]
 
     def counts(self, task: Task, registers: dict[str, Register]) -> tuple[int, ...]:
         """The element counts of a collective, as `volume.sent_elements` wants them."""
+        if task.op == "all_reduce":
+            return (reduced_elements([registers[name] for name in task.inputs], self),)
         source, target = registers[task.inputs[0]], registers[task.outputs[0]]
-        size = self.mesh.sizes[self.mesh.index(task.axis)]
-        peers = [self.peer(task.axis, index) for index in range(size)]
+        peers = self.peers(task.axis)
         match task.op:
-            case "all_reduce":
-                return (reduced_elements([registers[name] for name in task.inputs], self),)
             case "all_gather":
                 return tuple(prod(peer.shape(source)) for peer in peers)
             case "reduce_scatter":
@@ -57,9 +56,9 @@ class RankPlan:
 
     def sent_bytes(self, task: Task, registers: dict[str, Register]) -> int:
         """The payload that this rank sends in a collective."""
-        size = self.mesh.sizes[self.mesh.index(task.axis)]
-        index = self.coordinates[self.mesh.index(task.axis)]
-        elements = sent_elements(task.op, self.counts(task, registers), size, index)
+        members = self.members(task.axis)
+        counts, index = self.counts(task, registers), members.index(self.rank)
+        elements = sent_elements(task.op, counts, len(members), index)
         return elements * itemsize(registers[task.inputs[0]].dtype)
 
 

@@ -1,6 +1,7 @@
 """Verify, part one: every tensor has a layout that it can have, every collective one that it does.
 
-What a collective does to the layout along its axis (all other axes stay as they are):
+What a collective does to the layout along its axis, or alike along several (all others stay as
+they are):
 
     all_reduce      P    -> B        reduce = that of P
     all_gather      S(d) -> B        dim = d
@@ -87,8 +88,12 @@ def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, conte
     what = f"{context}: {label(task)}"
     if task.op not in KINDS:
         raise VerifyError(f"{what}: {task.op!r} is no collective; known are {', '.join(KINDS)}")
-    if task.axis not in mesh.names:
-        raise VerifyError(f"{what} runs along axis {task.axis!r}, the mesh is {mesh}")
+    named = task.axis.split(",")
+    if named != [name for name in mesh.names[mesh.timed :] if name in named]:
+        raise VerifyError(
+            f"{what} runs along axis {task.axis!r}, the mesh is {mesh}; several axes are named"
+            " once each, outermost first"
+        )
     if task.stream != communication_stream(task.axis):
         raise VerifyError(
             f"{what} along axis {task.axis} is on stream {task.stream}: its members would not "
@@ -113,27 +118,27 @@ def _check_transition(
             f"{what} makes {target.dtype} {target.shape} ({target.name}) of {source.dtype} "
             f"{source.shape} ({source.name}); it may change the layout only"
         )
-    axis = mesh.index(task.axis)
-    change = source.layout[axis], target.layout[axis]
+    axes = mesh.along(task.axis)
+    pairs = list(zip(source.layout, target.layout, strict=True))
+    change = pairs[axes[0]]
     text = (
         f"{what}: {source.name} {layout_text(source.layout)!r} -> "
         f"{target.name} {layout_text(target.layout)!r}"
     )
-    pairs = enumerate(zip(source.layout, target.layout, strict=True))
-    if any(a != b for i, (a, b) in pairs if i != axis):
+    if any(a != b for i, (a, b) in enumerate(pairs) if i not in axes):
         raise VerifyError(f"{text} changes another axis than {task.axis}")
     expected = _transition(task.op, *change)
-    if expected is None:
+    if expected is None or any(pairs[axis] != change for axis in axes):
         raise VerifyError(f"{text} is not what {task.op} does along axis {task.axis}")
     for name, value in expected.items():
         given = task.attributes.get(name, "sum" if name == "reduce" else value)
         if given != value:
             raise VerifyError(f"{text}: {name} is {given!r}, the layouts say {value!r}")
     changed = {sbp.dim for sbp in change if isinstance(sbp, S)}
-    for inner, sbp in zip(mesh.names[axis + 1 :], source.layout[axis + 1 :], strict=True):
-        if isinstance(sbp, S) and sbp.dim in changed:
+    for inner, sbp in enumerate(source.layout):
+        if inner > axes[0] and inner not in axes and isinstance(sbp, S) and sbp.dim in changed:
             raise VerifyError(
-                f"{text}: axis {inner} inside {task.axis} splits dim {sbp.dim} too, "
+                f"{text}: axis {mesh.names[inner]} inside {task.axis} splits dim {sbp.dim} too, "
                 "so the shards would interleave"
             )
 

@@ -107,7 +107,7 @@ def _check_programs(plan: Plan) -> None:
 def _check_tasks(plan: Plan, program: Program) -> None:
     tensors = plan.tensors(program)
     for task in program.tasks:
-        if task.axis and task.axis not in plan.mesh.names:
+        if task.axis and not set(task.axis.split(",")) <= set(plan.mesh.names):
             raise VerifyError(
                 f"program {program.name}: {task.name} is of axis {task.axis!r}, the mesh is"
                 f" {plan.mesh}"

@@ -190,12 +190,12 @@ def test_gpus_are_ordered_as_their_makers_say():
 )
 def test_an_axis_stays_within_a_node_if_its_groups_do(mesh, devices, expected):
     mesh = parse_mesh(mesh)
-    assert [spread(mesh, axis, devices) for axis in range(len(mesh.axes))] == expected
+    assert [spread(mesh, (axis,), devices) for axis in range(len(mesh.axes))] == expected
 
 
 def nodes_of(mesh, axis, devices):
     """How the groups of an axis lie, by listing them: the most nodes of one, its fullest node."""
-    groups = {mesh.group(axis, rank) for rank in range(mesh.size)}
+    groups = {mesh.group((axis,), rank) for rank in range(mesh.size)}
     return max(len({rank // devices for rank in group}) for group in groups)
 
 
@@ -204,14 +204,14 @@ def nodes_of(mesh, axis, devices):
 def test_the_link_is_that_of_the_listed_groups(mesh, devices):
     mesh = parse_mesh(mesh)
     for axis in range(len(mesh.axes)):
-        within, nodes = spread(mesh, axis, devices)
+        within, nodes = spread(mesh, (axis,), devices)
         assert (nodes > 1) == (nodes_of(mesh, axis, devices) > 1)
         assert within * nodes >= mesh.sizes[axis]
 
 
 def test_the_axis_of_time_is_on_no_link():
     mesh = parse_mesh("data=2,model=8").in_time(4)
-    assert [spread(mesh, axis, 8) for axis in (1, 2)] == [(1, 2), (8, 1)]
+    assert [spread(mesh, (axis,), 8) for axis in (1, 2)] == [(1, 2), (8, 1)]
 
 
 # -- prices
@@ -226,14 +226,14 @@ def test_cpu_prices_are_those_of_thakur_rabenseifner_and_gropp():
         "all_to_all": 1.2e-5 + 3 * 4e-6 + 0.1875 * n / 3e9,
     }
     for kind, expected in seconds.items():
-        assert collective_seconds(cpu, kind, n, mesh, 0) == pytest.approx(expected)
+        assert collective_seconds(cpu, kind, n, mesh, (0,)) == pytest.approx(expected)
 
 
 def test_a_measured_collective_costs_what_was_measured():
     machine, mesh = site(), parse_mesh("data=1,model=2")
-    assert collective_seconds(machine, "all_reduce", 1000, mesh, 1) == pytest.approx(2.1e-6)
-    assert collective_seconds(machine, "all_reduce", 5096, mesh, 1) == pytest.approx(1.02e-5)
-    assert collective_seconds(machine, "all_reduce", 1000, mesh, 0) == 0.0
+    assert collective_seconds(machine, "all_reduce", 1000, mesh, (1,)) == pytest.approx(2.1e-6)
+    assert collective_seconds(machine, "all_reduce", 5096, mesh, (1,)) == pytest.approx(1.02e-5)
+    assert collective_seconds(machine, "all_reduce", 1000, mesh, (0,)) == 0.0
 
 
 def test_other_numbers_of_members_follow_the_formula():
@@ -242,7 +242,9 @@ def test_other_numbers_of_members_follow_the_formula():
     ratio = formula_seconds(machine, machine.inner, "all_reduce", 1000, 4) / formula_seconds(
         machine, machine.inner, "all_reduce", 1000, 2
     )
-    assert collective_seconds(machine, "all_reduce", 1000, mesh, 0) == pytest.approx(2.1e-6 * ratio)
+    assert collective_seconds(machine, "all_reduce", 1000, mesh, (0,)) == pytest.approx(
+        2.1e-6 * ratio
+    )
 
 
 def test_a_hierarchical_all_reduce_sends_a_part_over_the_outer_link():
@@ -253,10 +255,12 @@ def test_a_hierarchical_all_reduce_sends_a_part_over_the_outer_link():
         machine, machine.inner, "all_gather", n, 2
     )
     across = formula(machine, machine.outer, "all_reduce", n // 2, 2)
-    assert collective_seconds(machine, "all_reduce", n, mesh, 0) == pytest.approx(inside + across)
+    assert collective_seconds(machine, "all_reduce", n, mesh, (0,)) == pytest.approx(
+        inside + across
+    )
     flat = replace(machine, hierarchical=False)
     slowest = formula(machine, machine.outer, "all_reduce", n, 4)
-    assert collective_seconds(flat, "all_reduce", n, mesh, 0) == pytest.approx(slowest)
+    assert collective_seconds(flat, "all_reduce", n, mesh, (0,)) == pytest.approx(slowest)
     assert inside + across < slowest
 
 
@@ -265,7 +269,10 @@ def test_a_hierarchical_all_reduce_sends_a_part_over_the_outer_link():
 def test_more_bytes_and_more_nodes_never_cost_less(kind, name):
     machine = find_machine(name)
     prices = [
-        [collective_seconds(machine, kind, 4**i, parse_mesh(f"data={ranks}"), 0) for i in range(15)]
+        [
+            collective_seconds(machine, kind, 4**i, parse_mesh(f"data={ranks}"), (0,))
+            for i in range(15)
+        ]
         for ranks in (2, 8, 16, 64)
     ]
     assert all(row == sorted(row) for row in prices)

@@ -73,9 +73,9 @@ def test_ranks_lie_in_row_major_order_on_a_mesh():
 
 def test_the_groups_of_an_axis_divide_the_ranks():
     mesh = Mesh((("data", 2), ("model", 3)))
-    assert mesh.group(0, 4) == (1, 4)
-    assert mesh.group(1, 4) == (3, 4, 5)
+    assert mesh.group((0,), 4) == (1, 4)
+    assert mesh.group((1,), 4) == (3, 4, 5)
     for axis in (0, 1):
-        groups = {mesh.group(axis, rank) for rank in range(6)}
+        groups = {mesh.group((axis,), rank) for rank in range(6)}
         assert sorted(rank for group in groups for rank in group) == list(range(6))
-        assert all(mesh.group(axis, member) == group for group in groups for member in group)
+        assert all(mesh.group((axis,), member) == group for group in groups for member in group)
