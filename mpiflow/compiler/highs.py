@@ -29,7 +29,10 @@ _INFEASIBLE, _UNBOUNDED = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """For each of the `live` sets, the memory of its members adds up to `limit` at most."""
+    """For each of the `live` sets, the memory of its members adds up to `limit` at most.
+
+    A member has the number of a table of `memory`, by the choices of the variables of its scope.
+    """
 
     memory: Sequence[Table]
     live: Sequence[Indices]

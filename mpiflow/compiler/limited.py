@@ -10,8 +10,9 @@ problem always has the same result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,9 @@ _CLOSE, _NEAR, _EXACT = 1e-4, 1e-3, 1e-9
 """Shares of the sum at which the search for prices ends, that among few choices, that of all."""
 _DEAREST = 1e6
 """The factor by which the highest price may grow until the limit is taken to be impossible."""
+_APART, _MANY = 16, 4
+"""Of the sets that an assignment exceeds, so many are told, which are at least this part of all
+sets apart: those in between are much like them."""
 _TIGHTER = (0.0, 1e-6, 1e-4)
 """Shares by which the limit is lowered while HiGHS exceeds it within its tolerance."""
 _FORBIDDEN = "no layouts avoid all conversions that are impossible; give fewer hints"
@@ -68,7 +72,7 @@ def minimise_within(
     costs: Sequence[Table],
     pairs: Pairs,
     memory: Sequence[Table],
-    live: Sequence[Sequence[int]],
+    live: Live | Sequence[Sequence[int]],
     limit: float,
     scopes: Sequence[Scope] | None = None,
 ) -> Limited:
@@ -83,12 +87,10 @@ def minimise_within(
     problem = _Problem(
         [np.asarray(c, np.float64) for c in costs],
         {pair: np.asarray(pairs[pair], np.float64) for pair in sorted(pairs)},
-        highs.Limits(
-            [np.asarray(m, np.float64) for m in memory],
-            [np.asarray(members, np.intp) for members in live],
-            float(limit),
-            [(v,) for v in range(len(memory))] if scopes is None else scopes,
-        ),
+        [np.asarray(m, np.float64) for m in memory],
+        [(v,) for v in range(len(memory))] if scopes is None else scopes,
+        _Listed(live) if isinstance(live, Sequence) else live,
+        float(limit),
     )
     problem.check_each_set()
     free = _minimise_priced(problem, np.zeros(len(live)))
@@ -106,24 +108,63 @@ def minimise_within(
     return seen.best() or _solve_whole(problem, seen)
 
 
-class _Problem:
-    """What is given, with the members of all live sets in one array."""
+class Live(Protocol):
+    """Sets of members that are alive at once, in the order of time: neighbours are much alike."""
 
-    def __init__(self, costs: list[Table], pairs: Pairs, limits: highs.Limits) -> None:
-        self.costs, self.pairs, self.limits = costs, pairs, limits
-        live = limits.live
-        self.members = np.concatenate([np.zeros(0, np.intp), *live])
-        self.sets = np.repeat(np.arange(len(live)), [len(members) for members in live])
-        self.entries = sum(map(len, costs)) + sum(table.size for table in pairs.values())
+    def __len__(self) -> int: ...
+
+    def members(self, index: int) -> Indices:
+        """The numbers of the members of a set."""
 
     def used(self, each: Table) -> Table:
-        """The memory of each live set, given that of each member."""
-        return np.bincount(self.sets, each[self.members], len(self.limits.live))
+        """The sum over the members of each set, given that of each member."""
+
+
+class _Listed:
+    """Live sets that are given one by one."""
+
+    def __init__(self, live: Sequence[Sequence[int]]) -> None:
+        self.sets = [np.asarray(members, np.intp) for members in live]
+        self.joined = np.concatenate([np.zeros(0, np.intp), *self.sets])
+        self.owner = np.repeat(np.arange(len(live)), [len(members) for members in live])
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    def members(self, index: int) -> Indices:
+        return self.sets[index]
+
+    def used(self, each: Table) -> Table:
+        used = np.bincount(self.owner, each[self.joined], len(self.sets))
+        return used.astype(np.float64, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What is given."""
+
+    costs: list[Table]
+    pairs: Pairs
+    memory: list[Table]
+    scopes: Sequence[Scope]
+    live: Live
+    limit: float
+
+    @property
+    def entries(self) -> int:
+        """Of all tables of costs."""
+        return sum(map(len, self.costs)) + sum(table.size for table in self.pairs.values())
+
+    def limits(self, sets: Iterable[int], share: float = 1.0) -> highs.Limits:
+        """The limit, or a share of it, on some of the live sets."""
+        live = [self.live.members(index) for index in sets]
+        return highs.Limits(self.memory, live, self.limit * share, self.scopes)
 
     def memory_of(self, choice: Sequence[int]) -> Table:
         """The memory of each live set."""
-        tables = zip(self.limits.memory, self.limits.scopes, strict=True)
-        return self.used(np.array([m[tuple(choice[v] for v in scope)] for m, scope in tables]))
+        tables = zip(self.memory, self.scopes, strict=True)
+        each = [m[tuple(choice[v] for v in scope)] for m, scope in tables]
+        return self.live.used(np.array(each, np.float64))
 
     def cost_of(self, choice: Sequence[int]) -> float:
         total = sum((float(c[i]) for c, i in zip(self.costs, choice, strict=True)), 0.0)
@@ -141,31 +182,32 @@ class _Problem:
         possible = [np.flatnonzero(np.isfinite(cost)) for cost in self.costs]
         if not all(map(len, possible)):
             raise CompileError(_FORBIDDEN)
-        tables = zip(self.limits.memory, self.limits.scopes, strict=True)
+        tables = zip(self.memory, self.scopes, strict=True)
         each = [m[np.ix_(*(possible[v] for v in scope))].min() for m, scope in tables]
-        least = self.used(np.array(each))
-        if least.max(initial=0.0) > self.limits.limit:
+        least = self.live.used(np.array(each, np.float64))
+        if least.max(initial=0.0) > self.limit:
             raise self.does_not_fit(least, float(least.max()))
 
     def does_not_fit(self, memory: Table, least: float) -> DoesNotFit:
         """The error for the largest live set, by the memory of each."""
         worst = int(memory.argmax())
-        return DoesNotFit(worst, len(self.limits.live[worst]), least, self.limits.limit)
+        return DoesNotFit(worst, len(self.live.members(worst)), least, self.limit)
 
     def among(self, kept: list[Indices]) -> _Problem:
         """The problem with some of the choices only."""
         costs = [c[k] for c, k in zip(self.costs, kept, strict=True)]
         pairs = {(a, b): t[np.ix_(kept[a], kept[b])] for (a, b), t in self.pairs.items()}
-        tables = zip(self.limits.memory, self.limits.scopes, strict=True)
+        tables = zip(self.memory, self.scopes, strict=True)
         memory = [m[np.ix_(*(kept[v] for v in scope))] for m, scope in tables]
-        return _Problem(costs, pairs, replace(self.limits, memory=memory))
+        return replace(self, costs=costs, pairs=pairs, memory=memory)
 
 
 @dataclass(slots=True)
 class _Seen:
     """The assignments that were found, with their sum and the memory of each live set.
 
-    `exceeded` are the live sets that are too large in any; `lower` is the best bound.
+    `exceeded` are live sets that are too large, the largest of each neighbourhood in any;
+    `lower` is the best bound.
     """
 
     problem: _Problem
@@ -182,18 +224,29 @@ class _Seen:
         self.totals.append(self.problem.cost_of(choice))
         self.memory.append(memory)
         self.lower = max(self.lower, lower)
-        over = np.flatnonzero(memory > self.problem.limits.limit).tolist()
-        self.exceeded.update(dict.fromkeys(over))
-        return not over
+        over = np.flatnonzero(memory > self.problem.limit)
+        self.exceeded.update(dict.fromkeys(_worst(memory, over)))
+        return not len(over)
 
     def best(self) -> Limited | None:
         """The cheapest that fits."""
-        limit = self.problem.limits.limit
+        limit = self.problem.limit
         fitting = [i for i, m in enumerate(self.memory) if m.max(initial=0.0) <= limit]
         if not fitting:
             return None
         best = min(fitting, key=self.totals.__getitem__)
         return self.problem.limited(self.choices[best], self.lower)
+
+
+def _worst(memory: Table, over: Indices) -> list[int]:
+    """The largest of these sets, and the next ones that are not near to larger ones."""
+    apart, found = len(memory) // _APART, list[int]()
+    for index in over[np.argsort(-memory[over], kind="stable")].tolist():
+        if all(abs(index - other) > apart for other in found):
+            found.append(index)
+            if len(found) == _MANY:
+                break
+    return found
 
 
 def _is_proven(solution: Solution) -> bool:
@@ -205,15 +258,17 @@ def _minimise_priced(problem: _Problem, prices: Table) -> Solution | None:
 
     None if too many are about equally cheap.
     """
-    limits = problem.limits
     costs, pairs = list(problem.costs), dict(problem.pairs)
-    price = np.bincount(problem.members, prices[problem.sets], len(limits.memory))
+    price = np.zeros(len(problem.memory))
+    for index in np.flatnonzero(prices).tolist():
+        price[problem.live.members(index)] += prices[index]
     for member in np.flatnonzero(price).tolist():
-        scope, priced = limits.scopes[member], price[member] * limits.memory[member]
+        scope, priced = problem.scopes[member], price[member] * problem.memory[member]
         if len(scope) == 1:
             costs[scope[0]] = costs[scope[0]] + priced
         else:
-            pairs[scope] = pairs[scope] + priced
+            a, b = scope
+            pairs[a, b] = pairs[a, b] + priced
     try:
         return minimise(costs, pairs)
     except CompileError:
@@ -231,7 +286,7 @@ def _search_prices(problem: _Problem, seen: _Seen) -> bool:
         found = _minimise_priced(problem, prices)
         if found is None or not _is_proven(found):
             return False
-        lower = found.lower - float(prices.sum()) * problem.limits.limit
+        lower = found.lower - float(prices.sum()) * problem.limit
         seen.add(found.choice, lower)
         if above - lower <= _CLOSE * abs(above):
             if enough or highest >= _DEAREST * first:
@@ -247,7 +302,7 @@ def _prices(seen: _Seen, highest: float) -> tuple[Table, float, bool]:
     It may have more memory, at the highest price for as much as the limit; if it does so, that
     price is too low.
     """
-    limit = seen.problem.limits.limit
+    limit = seen.problem.limit
     cost, scale = max(map(abs, seen.totals)) or 1.0, limit or 1.0
     exceeded = sorted(seen.exceeded)
     excess = (np.array([m[exceeded] for m in seen.memory]).T - limit) / scale
@@ -277,12 +332,13 @@ def _solve_whole(problem: _Problem, seen: _Seen) -> Limited:
     best = seen.best()
     if best is not None:
         return best
-    least = highs.least_limit(problem.costs, problem.pairs, problem.limits, nodes=_NODES)
+    every = problem.limits(range(len(problem.live)))
+    least = highs.least_limit(problem.costs, problem.pairs, every, nodes=_NODES)
     if least.lower == np.inf:
         raise CompileError(_FORBIDDEN)
     if least.choice is not None and seen.add(least.choice):
         return problem.limited(least.choice, seen.lower)
-    limit = problem.limits.limit
+    limit = problem.limit
     if least.choice is None or least.lower <= limit * (1 + _EXACT):
         raise CompileError(
             f"no layouts were found that fit {limit:,.0f} bytes, though there may be some; raise"
@@ -299,13 +355,11 @@ def _solve(problem: _Problem, seen: _Seen, kept: list[Indices], gap: float) -> f
     """
     lower = -np.inf
     for share in _TIGHTER:
-        limit = problem.limits.limit * (1 - share)
         told = -1
         while told < len(seen.exceeded):
             told = len(seen.exceeded)
-            live = [problem.limits.live[i] for i in sorted(seen.exceeded)]
             answer = highs.solve(
-                problem.costs, problem.pairs, replace(problem.limits, live=live, limit=limit),
+                problem.costs, problem.pairs, problem.limits(sorted(seen.exceeded), 1 - share),
                 near=_magnitude(problem, seen), gap=gap, nodes=_NODES,
             )  # fmt: skip
             lower = lower if share else answer.lower
