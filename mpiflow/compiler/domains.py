@@ -2,6 +2,9 @@
 
 An axis named `data` splits the batch, and variables are replicated over it; any other axis is free:
 inputs are split by it or not, whichever is cheaper, and variables may be split by any dim.
+
+Tables are an exception: where more rows than a step has vectors to meet them, it is the vectors
+that had better travel, so `data` too may split the rows (and what has a number for each of them).
 """
 
 from __future__ import annotations
@@ -9,15 +12,19 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from mpiflow.compiler import boxing
 from mpiflow.compiler.microbatch import Timing
+from mpiflow.compiler.zero import of_variables
 from mpiflow.errors import CompileError, SbpError
 from mpiflow.graph.graph import Graph, Hint, Node, Variable
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.rule import Signature
 from mpiflow.graph.sbp import B, Layout, Partial, S, Sbp, layout_text
 from mpiflow.graph.tensor import Tensor
+from mpiflow.ops.matmul import Linear
+from mpiflow.ops.rows import Lookup
 
 DATA = "data"
 
@@ -38,7 +45,8 @@ class Domains:
     """Lists the choices for a graph on a mesh.
 
     `variables` fixes the layouts that another program has chosen, and `timing` what everything is
-    on the axis of time. Variables named in `split` are split over the axis `data`.
+    on the axis of time. Variables named in `split` are split over the axis `data`, those named in
+    `free` may be.
     """
 
     def __init__(
@@ -48,19 +56,28 @@ class Domains:
         variables: dict[str, Layout] | None = None,
         timing: Timing | None = None,
         split: Set[str] = frozenset(),
+        free: Set[str] = frozenset(),
     ) -> None:
-        self.graph, self.mesh, self.fixed, self.timing, self.split = (
-            graph,
-            mesh,
-            variables,
-            timing,
-            split,
-        )
+        self.graph, self.mesh, self.fixed, self.timing = graph, mesh, variables, timing
+        self.split, self.free = split, free
+        self.table_rows = table_rows(graph) | self._split_rows()
         hints = [*graph.hints.values(), *(v.hint for v in graph.variables.values())]
         # A hint for all axes, or for this one, may ask for any split over it; so does ZeRO.
         self.hinted = bool(split) or any(
             h is not None and (not isinstance(h, dict) or DATA in h) for h in hints
         )
+        self.of_weights = of_weights(graph) if free else frozenset()
+
+    def _split_rows(self) -> set[int]:
+        """The rows of what another program has chosen to split over the axis `data`."""
+        if self.fixed is None or DATA not in self.mesh.names:
+            return set()
+        axis = self.mesh.index(DATA)
+        return {
+            variable.tensor.shape[0]
+            for name, variable in self.graph.variables.items()
+            if name in self.fixed and self.fixed[name][axis] == S(0)
+        }
 
     def of_inputs(self) -> list[tuple[tuple[Tensor, ...], list[Choice]]]:
         """The inputs that are split together, and how.
@@ -96,16 +113,15 @@ class Domains:
         per_axis: list[list[Sbp]] = []
         for axis, (name, size) in enumerate(self.mesh.axes):
             splits: list[Sbp] = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
-            if (
-                size == 1
-                or axis < self.mesh.timed
-                or (name == DATA and tensor.name not in self.split)
-            ):
+            if size == 1 or axis < self.mesh.timed:
                 per_axis.append([B])
-            elif name == DATA:
+            elif name != DATA or tensor.name in self.free:
+                per_axis.append([B, *splits])
+            elif tensor.name in self.split:
                 per_axis.append(splits or [B])
             else:
-                per_axis.append([B, *splits])
+                is_table = bool(tensor.shape) and tensor.shape[0] in self.table_rows
+                per_axis.append([B, S(0)] if is_table else [B])
         layouts = [x for x in product(*per_axis) if boxing.is_legal(x, tensor.shape, self.mesh)]
         return [Choice((), (layout,)) for layout in layouts]
 
@@ -115,7 +131,7 @@ class Domains:
             tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
         )
         in_time = self.in_time(node)
-        per_axis = [self._on_axis(axis, signatures) for axis in range(len(self.mesh.axes))]
+        per_axis = [self._on_axis(axis, node, signatures) for axis in range(len(self.mesh.axes))]
         if in_time is not None:
             per_axis[0] = (in_time,)
         hint, wanted = self.graph.hints.get(node.outputs[0].name), None
@@ -155,21 +171,29 @@ class Domains:
             raise SbpError(f"{tensor.name} is stored, so it cannot be {hint}\n  {tensor.where}")
         return layout
 
-    def _on_axis(self, axis: int, signatures: tuple[Signature, ...]) -> tuple[Signature, ...]:
+    def _on_axis(
+        self, axis: int, node: Node, signatures: tuple[Signature, ...]
+    ) -> tuple[Signature, ...]:
         """The signatures to consider on an axis.
 
-        What the `data` axis splits is the batch, the first dim. Without hints that say otherwise
-        its other splits are left out, which keeps the choice on two axes small.
+        What the `data` axis splits is the batch, the first dim, and the rows of tables. Without
+        hints that say otherwise its other splits are left out, which keeps the choice on two axes
+        small, but for nodes that work on weights which it may split.
         """
         name, size = self.mesh.axes[axis]
         if size == 1:
             return signatures[:1]
-        if name != DATA or len(self.mesh.axes) - self.mesh.timed == 1 or self.hinted:
+        only = len(self.mesh.axes) - self.mesh.timed == 1
+        if name != DATA or only or self.hinted or node in self.of_weights:
             return signatures
+        tensors = (*node.inputs, *node.outputs)
         return tuple(
             signature
             for signature in signatures
-            if all(not isinstance(x, S) or x.dim == 0 for x in signature.inputs + signature.outputs)
+            if all(
+                not isinstance(sbp, S) or sbp.dim == 0 or tensor.shape[sbp.dim] in self.table_rows
+                for tensor, sbp in zip(tensors, signature.inputs + signature.outputs, strict=True)
+            )
         )
 
     def _layout(self, tensor: Tensor, sbps: list[Sbp]) -> Layout:
@@ -178,6 +202,14 @@ class Domains:
     def _is_legal(self, node: Node, choice: Choice) -> bool:
         pairs = zip((*node.inputs, *node.outputs), (*choice.inputs, *choice.outputs), strict=True)
         return all(boxing.is_legal(layout, t.shape, self.mesh) for t, layout in pairs)
+
+
+def of_weights(graph: Graph) -> set[Node]:
+    """The nodes that work on weights and gradients alone: casts, and what the optimizer does."""
+    given = of_variables(graph)
+    first = next((i for i, node in enumerate(graph.nodes) if node in graph.updates), None)
+    updates = set() if first is None else set(graph.nodes[first:])
+    return {n for n in graph.live() if n in updates or (n.inputs and given.issuperset(n.inputs))}
 
 
 def hinted(hint: Hint, mesh: Mesh, tensor: Tensor, in_time: Sbp = B) -> Layout:
@@ -195,3 +227,24 @@ def hinted(hint: Hint, mesh: Mesh, tensor: Tensor, in_time: Sbp = B) -> Layout:
     if not boxing.is_legal(layout, tensor.shape, mesh):
         raise SbpError(f"{tensor.name}: shape {tensor.shape} cannot be {hint}\n  {tensor.where}")
     return boxing.without_units(layout, tensor.shape, mesh)
+
+
+def table_rows(graph: Graph) -> set[int]:
+    """The rows of tables that are larger than all that a step looks up or compares with them.
+
+    To split the classes of a loss moves fewer bytes than to add up gradients where there are more
+    classes than rows in the batch. What a tensor is used for first says whether it is a table: the
+    gradient of any layer is a product with its transposed weight.
+    """
+    found, seen = set(), set()
+    for node in graph.nodes:
+        if isinstance(node.op, Lookup):
+            table, vectors = node.inputs[0], prod(node.inputs[1].shape)
+        elif isinstance(node.op, Linear) and node.op.transpose:
+            table, vectors = node.inputs[1], prod(node.inputs[0].shape[:-1])
+        else:
+            table, vectors = None, 0
+        if table is not None and table not in seen and table.shape[0] > vectors:
+            found.add(table.shape[0])
+        seen.update(node.inputs)
+    return found
