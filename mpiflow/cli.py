@@ -159,10 +159,15 @@ _NAMES = _argument(
     " hf-gpt2:heads=N, hf-llama:heads=N,kv_heads=N",
 )  # fmt: skip
 _AFTER = _argument("--after", metavar="STEP", help="show what a step of the compiler made")
+_EXPLAIN = _argument(
+    "--explain", metavar="NAME",
+    help="show why a node, tensor or variable has its layout, and what others would cost;"
+    " evaluate:NAME for one of an evaluation",
+)  # fmt: skip
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.plan, (_argument("job", metavar="FILE.py[:function]"), *_FORM, _SET, _DATA,
-                     _OUTPUT, _AFTER, _JSON)),
+                     _OUTPUT, _AFTER, _EXPLAIN, _JSON)),
     (commands.check, (_argument("plan", metavar="FILE.plan"), _OPS, _DATA, _JSON)),
     (commands.simulate, (_argument("job", metavar="FILE.plan|FILE.py"), *_FORM, _SET, _DATA,
                          _OPS,

@@ -17,6 +17,7 @@ from mpiflow.errors import UsageError
 from mpiflow.version import __version__
 
 if TYPE_CHECKING:
+    from mpiflow.compiler.signature import Placed
     from mpiflow.plan.records import Plan
 
 # -- plans ----------------------------------------------------------------------------------------
@@ -35,10 +36,19 @@ def plan(options: Namespace) -> None:
     if options.after:
         _plan_after(options)
         return
-    made = _compile(options)
+    placed: dict[str, Placed] = {}
+
+    def keep(step: str, program: str, result: Any) -> None:
+        if step == "signatures" and options.explain:
+            placed[program] = result
+
+    made = _compile(options, keep)
     seconds = time.perf_counter() - began
     if options.output:
         store.save(made, options.output)
+    if options.explain:
+        _explain(options, placed)
+        return
     if options.json:
         options.answer = {**text.summary(made), "compile_seconds": round(seconds, 3)}
         return
@@ -51,6 +61,18 @@ def plan(options: Namespace) -> None:
               f" mpiexec -n {made.mesh.size} mpiflow run {name}")  # fmt: skip
 
 
+def _explain(options: Namespace, placed: dict[str, Placed]) -> None:
+    """Say why a node, tensor or variable has its layout."""
+    from mpiflow.compiler.explain import explain
+
+    folder = Path(options.job.partition(":")[0]).resolve().parent
+    found = explain(placed, options.explain, folder)
+    if options.json:
+        options.answer = found.plain()
+    else:
+        print(found)
+
+
 def _plan_after(options: Namespace) -> None:
     """Print what a step of the compiler made, for every program that it handled."""
     from mpiflow.compiler.driver import STEPS
@@ -58,6 +80,8 @@ def _plan_after(options: Namespace) -> None:
 
     if options.json:
         raise UsageError("--after prints a compiler step as text; leave out --json")
+    if options.explain:
+        raise UsageError("--after and --explain show different things; give one of them")
     if options.after not in STEPS:
         raise UsageError(f"--after {options.after}: the steps are {', '.join(STEPS)}")
 
