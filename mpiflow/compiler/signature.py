@@ -13,9 +13,11 @@ import numpy as np
 
 from mpiflow.compiler import boxing
 from mpiflow.compiler.bounds import Table
+from mpiflow.compiler.budget import budget
 from mpiflow.compiler.cost import op_seconds
 from mpiflow.compiler.domains import Choice, Domains
 from mpiflow.compiler.elimination import Pairs, Solution, minimise
+from mpiflow.compiler.fit import Limit, cheapest_within
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.zero import split_variables
@@ -115,15 +117,21 @@ def choose(
     variables: dict[str, Layout] | None = None,
     timing: Timing | None = None,
     zero: int = 0,
+    limit: Limit | None = None,
 ) -> Placed:
     """The cheapest layouts; `variables` fixes those that another program has chosen.
 
     `timing` fixes what everything is on the axis of time, where the mesh has one. By the level of
-    `zero`, some variables are split over the axis `data`.
+    `zero`, some variables are split over the axis `data`. Raises CompileError where no layouts
+    keep the `limit`, see `fit.TooLarge`.
     """
-    domains = Domains(graph, mesh, variables, timing, split_variables(graph, zero))
-    problem = pose(domains, machine)
-    return problem.placed(minimise(problem.unary, problem.pairs))
+    split = split_variables(graph, zero)
+    free = split_variables(graph, 3) if limit and limit.free else set()
+    problem = pose(Domains(graph, mesh, variables, timing, split, free), machine)
+    if limit is None:
+        return problem.placed(minimise(problem.unary, problem.pairs))
+    held = budget(problem, scatter=limit.zero > 1, again=limit.zero > 2)
+    return problem.placed(cheapest_within(problem, held, limit.nbytes))
 
 
 def pose(domains: Domains, machine: Machine) -> Problem:
@@ -177,7 +185,10 @@ class _Pricing:
         """The choices of a node, and the seconds of each."""
         hint = self.graph.hints.get(node.outputs[0].name)
         shapes = tuple((t.shape, t.dtype) for t in node.inputs)
-        key = (node.op, shapes, repr(hint), self.choices.in_time(node))
+        key = (
+            node.op, shapes, repr(hint), self.choices.in_time(node),
+            node in self.choices.of_weights,
+        )  # fmt: skip
         if key not in self.known:
             domain = self.choices.of_node(node)
             times = self.mesh.micro_batches if self._fires_in_loop(node) else 1
