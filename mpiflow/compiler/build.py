@@ -13,6 +13,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.graph.mesh import MICRO, Mesh
 from mpiflow.graph.op import REGISTRY, Op
 from mpiflow.graph.sbp import B, Layout, layout_text
+from mpiflow.plan.exchange import staging_bytes
 from mpiflow.plan.records import COMPUTE, Register, Task, communication_stream
 from mpiflow.plan.slice import itemsize
 
@@ -80,9 +81,7 @@ class Builder:
             *(r.layout for r in (*inputs, *outputs)),
         )
 
-    def convert(
-        self, source: Register, target: Layout, where: str, *, copy: str = ""
-    ) -> Register:
+    def convert(self, source: Register, target: Layout, where: str, *, copy: str = "") -> Register:
         """The register that holds `source` in another layout; consumers share it.
 
         Those that name a `copy` share one of their own.
@@ -107,29 +106,26 @@ class Builder:
 
     def _hop(self, hop: Hop, source: Register, name: str, where: str) -> None:
         made = self.register(name, source.shape, source.dtype, hop.target)
-        axis = self.mesh.names[hop.axis]
+        axis = self.mesh.joined(hop.axes)
         if hop.kind in boxing.LOCAL:
             self.compute(name, _local_op(hop), [source], [made], where)
             if axis != MICRO:
                 self.tasks[-1] = replace(self.tasks[-1], axis=axis)
             return
-        self.add(
-            Task(
-                name,
-                "collective",
-                communication_stream(axis),
-                hop.kind,
-                inputs=(source.name,),
-                outputs=(name,),
-                attributes=_describe(hop),
-                axis=axis,
-                workspace=(0, _staging(hop, source, made)),
-                seconds=hop.seconds,
-                where=where,
-            ),
-            hop.source,
-            hop.target,
+        task = Task(
+            name,
+            "collective",
+            communication_stream(axis),
+            hop.kind,
+            inputs=(source.name,),
+            outputs=(name,),
+            attributes=_describe(hop),
+            axis=axis,
+            seconds=hop.seconds,
+            where=where,
         )
+        staging = staging_bytes(task, source, made, self.mesh)
+        self.add(replace(task, workspace=(0, staging)), hop.source, hop.target)
 
 
 def loop_phase(loop: int) -> int:
@@ -145,7 +141,10 @@ def _local_op(hop: Hop) -> Op:
 
 
 def _describe(hop: Hop) -> dict[str, Any]:
-    source, target = hop.source[hop.axis], hop.target[hop.axis]
+    """The attributes of a hop's task, from what it changes on each of its axes."""
+    if hop.kind == "exchange":
+        return {}
+    source, target = hop.source[hop.axes[0]], hop.target[hop.axes[0]]
     match hop.kind:
         case "all_gather":
             return {"dim": source.dim}  # type: ignore[union-attr]
@@ -154,16 +153,3 @@ def _describe(hop: Hop) -> dict[str, Any]:
         case "reduce_scatter":
             return {"dim": target.dim, "reduce": source.reduce}  # type: ignore[union-attr]
     return {"reduce": source.reduce}  # type: ignore[union-attr]
-
-
-def _staging(hop: Hop, source: Register, target: Register) -> int:
-    """Bytes to pack what leaves and unpack what comes, where shards are not contiguous."""
-    attributes = _describe(hop)
-    match hop.kind:
-        case "all_gather":
-            return target.nbytes if attributes["dim"] else 0
-        case "reduce_scatter":
-            return source.nbytes if attributes["dim"] else 0
-        case "all_to_all":
-            return source.nbytes + target.nbytes
-    return 0

@@ -128,6 +128,20 @@ def collective_seconds(
     return inside + _level(machine, machine.outer, across, ceil(nbytes / within), nodes)
 
 
+def exchange_seconds(
+    machine: Machine, nbytes: int, partners: int, mesh: Mesh, axes: tuple[int, ...]
+) -> float:
+    """An exchange of slices along some axes, in which no rank sends, or receives, more than this.
+
+    As an all_to_all of a rank and so many partners, of which each member sends (p-1)/p^2.
+    """
+    if mesh.extent(axes) == 1:
+        return 0.0
+    members = partners + 1
+    link = machine.outer if spread(mesh, axes, machine.devices_per_node)[1] > 1 else machine.inner
+    return _level(machine, link, "all_to_all", ceil(nbytes * members**2 / partners), members)
+
+
 def _level(machine: Machine, link: Link, kind: str, nbytes: int, members: int) -> float:
     """On one link: as measured, from the nearest number of members; else by formula.
 

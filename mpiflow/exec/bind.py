@@ -58,7 +58,7 @@ class Shard:
         return self._starts[operand][dim]
 
     def first(self) -> bool:
-        """Whether this rank is the first along the task's axis."""
+        """Whether this rank is the first along the task's axis, or axes."""
         return self._first
 
 
@@ -123,8 +123,9 @@ class Binder:
         starts[OUT] = self._start(task.outputs[0])
         offset, nbytes = task.workspace
         work = self.arena.scratch(offset, nbytes) if nbytes else None
-        axis = self.rank.mesh.index(task.axis) if task.axis else 0
-        shard = Shard(self.arena.device.xp, work, starts, not self.rank.coordinates[axis])
+        axes = self.rank.mesh.along(task.axis) if task.axis else (0,)
+        first = not any(self.rank.coordinates[axis] for axis in axes)
+        shard = Shard(self.arena.device.xp, work, starts, first)
         outs = tuple(views[name] for name in task.outputs)
         inputs = (views[name] for name in task.inputs)
         call = op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)

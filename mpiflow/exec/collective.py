@@ -12,10 +12,12 @@ from math import prod
 import numpy as np
 
 from mpiflow.exec.arena import Arena
+from mpiflow.exec.rows import Fetch, Send, bind_rows
 from mpiflow.exec.transport import Group, Request
 from mpiflow.graph.sbp import Box
 from mpiflow.plan.records import Register, Task
-from mpiflow.plan.slice import RankPlan, itemsize, reduced_elements
+from mpiflow.plan.rows import ROW_KINDS
+from mpiflow.plan.slice import RankPlan, reduced_elements
 
 Copy = tuple[np.ndarray, np.ndarray]
 """Destination and source."""
@@ -52,8 +54,10 @@ def bind_collective(
     views: dict[str, np.ndarray],
     arena: Arena,
     group: Group,
-) -> Collective:
+) -> Collective | Fetch | Send:
     """Prepare a collective task on the views of its registers."""
+    if task.op in ROW_KINDS:
+        return bind_rows(task, rank, registers, views, arena, group)
     source, target = registers[task.inputs[0]], registers[task.outputs[0]]
     send, receive = views[source.name], views[target.name]
     if task.op == "all_reduce":
@@ -72,7 +76,7 @@ def bind_collective(
                 flat, _flat(receive), counts, task.attributes["reduce"]
             )
             return Collective(start, pieces, [])
-    return _all_to_all(task, rank, source, target, send, receive, peers, arena, group)
+    return _exchange(task, rank, source, target, send, receive, peers, arena, group)
 
 
 def _all_reduce(
@@ -97,7 +101,7 @@ def _all_reduce(
     return Collective(group.bind_all_reduce(buffer, task.attributes["reduce"]), before, [])
 
 
-def _all_to_all(
+def _exchange(
     task: Task,
     rank: RankPlan,
     source: Register,
@@ -108,13 +112,14 @@ def _all_to_all(
     arena: Arena,
     group: Group,
 ) -> Collective:
+    """all_to_all and exchange: to each what its target has of this shard, from each the same."""
     mine, wanted = rank.box(source), rank.box(target)
     leaving = [_common(mine, peer.box(target)) for peer in peers]
     coming = [_common(peer.box(source), wanted) for peer in peers]
-    offset, width = task.workspace[0], itemsize(source.dtype)
+    offset, size = task.workspace
     out, before = _staged(arena, offset, send, mine, leaving)
-    back, after = _staged(arena, offset + source.nbytes, receive, wanted, coming)
-    assert source.nbytes >= out.size * width
+    back, after = _staged(arena, offset + size - target.nbytes, receive, wanted, coming)
+    assert out.nbytes <= size - target.nbytes
     start = group.bind_all_to_all(
         out, [_elements(box) for box in leaving], back, [_elements(box) for box in coming]
     )

@@ -69,10 +69,11 @@ class Task:
     """A unit of work on one stream.
 
     `kind` is compute, collective, read or write. `op` is the op's name, or the collective:
-    all_reduce, all_gather, reduce_scatter, all_to_all. `inputs` and `outputs` name registers and
-    variables. `axis` is the mesh axis that a collective runs along, or several of them, outermost
-    first: `data,model`. `after` names tasks of the same program that must be done first though no register
-    says so (a variable is overwritten after its last reader). `workspace` is (offset, bytes).
+    all_reduce, all_gather, reduce_scatter, all_to_all, exchange. `inputs` and `outputs` name
+    registers and variables. `axis` is the mesh axis that a collective runs along, or several of
+    them, outermost first: `data,model`. `after` names tasks of the same program that must be done
+    first though no register says so (a variable is overwritten after its last reader). `workspace`
+    is (offset, bytes).
     `nbytes` is the memory that a compute task touches, or the largest payload that a rank sends.
     `where` is the line of the user's program. `seconds` is predicted. Costs are those of one
     firing. `phase` is the part of the step, see `Program`; `micro` is the micro-batch of a firing,

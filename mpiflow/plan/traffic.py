@@ -1,17 +1,24 @@
 """What a step sends, worked out from the plan alone, in time that does not grow with the ranks.
 
-Along an axis the shards change only where the longer spans end; one rank from each stretch
-between such places stands for all of them.
+Along an axis the shards change only where the longer spans end, and so what a collective sends: one
+rank from each stretch between such places stands for all of them. What ranks send in an exchange of
+slices may differ from each to the next.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import S
+from mpiflow.graph.sbp import S, unit_span
+from mpiflow.plan.exchange import copies
 from mpiflow.plan.records import Plan, Program, Register, Task
+from mpiflow.plan.rows import ROW_KINDS, most_sent
 from mpiflow.plan.slice import RankPlan, common, itemsize, reduced_elements
 from mpiflow.plan.volume import sent_elements
 
@@ -39,52 +46,101 @@ def _most_sent(
     firings: list[tuple[Task, int]], tensors: dict[str, Register], mesh: Mesh
 ) -> list[tuple[Task, int]]:
     """Of collectives that fire so many times each, the bytes of the rank that sends most."""
-    tasks = [task for task, _ in firings]
-    used = {name: tensors[name] for task in tasks for name in (*task.inputs, *task.outputs)}
-    places = _places(mesh, list(used.values()), tasks, used)
-    sent = (
-        [
-            (task, times * sent_by(RankPlan(mesh, mesh.rank(where), where), task, used))
-            for task, times in firings
-        ]
-        for where in product(*places)
-    )
-    return max(sent, key=lambda each: sum(nbytes for _, nbytes in each))
+    places = [_places(mesh, task, tensors) for task, _ in firings]
+    joint = [sorted({0}.union(*(each[axis] for each in places))) for axis in range(len(mesh.axes))]
+    sent = np.zeros((len(firings), *map(len, joint)), np.int64)
+    for i, (task, times) in enumerate(firings):
+        known = np.array([
+            times * sent_by(RankPlan(mesh, mesh.rank(where), where), task, tensors)
+            for where in product(*places[i])
+        ]).reshape([*map(len, places[i])])  # fmt: skip
+        stretches = (
+            np.searchsorted(own, every, side="right") - 1
+            for own, every in zip(places[i], joint, strict=True)
+        )
+        sent[i] = known[np.ix_(*stretches)]
+    flat = sent.reshape(len(firings), prod(map(len, joint)))
+    most = flat[:, flat.sum(axis=0).argmax()]
+    return [(task, int(nbytes)) for (task, _), nbytes in zip(firings, most, strict=True)]
 
 
 def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
     """Payload bytes that a rank sends in a collective; as `RankPlan.sent_bytes`, without peers."""
+    if task.op in ROW_KINDS:
+        return most_sent(rank, task, tensors)
     source, target = tensors[task.inputs[0]], tensors[task.outputs[0]]
-    size, index = 1, 0
-    for axis in rank.mesh.along(task.axis):
-        parts = rank.mesh.sizes[axis]
-        size, index = size * parts, index * parts + rank.coordinates[axis]
-    own = rank.shape(source)
+    axes = rank.mesh.along(task.axis)
+    own = prod(rank.shape(source))
     match task.op:
         case "all_reduce":
             count = reduced_elements([tensors[name] for name in task.inputs], rank)
-            elements = sent_elements("all_reduce", (count,), size, index)
+            index = 0
+            for axis in axes:
+                index = index * rank.mesh.sizes[axis] + rank.coordinates[axis]
+            elements = sent_elements("all_reduce", (count,), rank.mesh.extent(axes), index)
         case "all_gather":
-            elements = (size - 1) * prod(own)
+            elements = (rank.mesh.extent(axes) - 1) * own
+        case "exchange":
+            elements = _wanted(rank, source, target, axes)
+            elements -= common(rank.box(source), rank.box(target))
         case _:  # all but what stays here
-            elements = prod(own) - common(rank.box(source), rank.box(target))
+            elements = own - common(rank.box(source), rank.box(target))
     return elements * itemsize(source.dtype)
 
 
-def _splits_one_dim(task: Task, tensors: dict[str, Register]) -> bool:
-    """Whether a collective goes from one split of a dim to another of the same dim."""
-    layouts = [tensors[name].layout for name in (task.inputs[0], task.outputs[0])]
-    pairs = zip(*layouts, strict=True)
-    return any(a != b and isinstance(a, S) and isinstance(b, S) and a.dim == b.dim
-               for a, b in pairs)  # fmt: skip
+def _wanted(rank: RankPlan, source: Register, target: Register, axes: tuple[int, ...]) -> int:
+    """Elements of a rank's shard that the members of its group want, itself among them.
+
+    Their target shards vary in each dim with other axes, so the sums over these can be multiplied.
+    """
+    elements = copies(target.layout, axes, rank.mesh)
+    splits: list[list[tuple[int, int, int]]] = [[] for _ in target.shape]
+    for axis, sbp in enumerate(target.layout):
+        if isinstance(sbp, S):
+            index = -1 if axis in axes else rank.coordinates[axis]
+            splits[sbp.dim].append((rank.mesh.sizes[axis], sbp.unit, index))
+    for size, split, (start, stop) in zip(target.shape, splits, rank.box(source), strict=True):
+        spans = _spans(size, tuple(split))
+        shared = np.minimum(spans[:, 1], stop) - np.maximum(spans[:, 0], start)
+        elements *= int(shared.clip(min=0).sum())
+    return elements
 
 
-def _places(
-    mesh: Mesh, used: list[Register], tasks: list[Task], tensors: dict[str, Register]
-) -> list[list[int]]:
-    """Coordinates on each axis that stand for all others; micro-batches are all alike."""
+@lru_cache(maxsize=4096)
+def _spans(size: int, splits: tuple[tuple[int, int, int], ...]) -> NDArray[np.int64]:
+    """Where the parts of a dim begin and end, split by (parts, unit, index), all where that is -1.
+
+    The outermost split comes first.
+    """
+    spans = [(0, size)]
+    for parts, unit, index in splits:
+        spans = [
+            (first + start, first + stop)
+            for first, last in spans
+            for i in (range(parts) if index < 0 else (index,))
+            for start, stop in [unit_span(last - first, unit, parts, i)]
+        ]
+    return np.array(spans, np.int64)
+
+
+def _differs_by_rank(task: Task, source: Register, target: Register) -> tuple[int, ...]:
+    """The axes along which what a rank sends may differ from each to the next.
+
+    Those of an exchange, and where a dim is split in units of one size and then of another.
+    """
+    pairs = list(enumerate(zip(source.layout, target.layout, strict=True)))
+    changed = tuple(axis for axis, (a, b) in pairs if a != b)
+    one_dim = any(
+        isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for _, (a, b) in pairs if a != b
+    )
+    return changed if task.op == "exchange" or one_dim else ()
+
+
+def _places(mesh: Mesh, task: Task, tensors: dict[str, Register]) -> list[list[int]]:
+    """On each axis where the stretches begin on which all ranks send alike; one in time."""
     places = [{0} for _ in mesh.axes]
-    for register in used:
+    for name in (*task.inputs, *task.outputs):
+        register = tensors[name]
         lengths = [{size} for size in register.shape]
         for axis, sbp in enumerate(register.layout):
             if isinstance(sbp, S):
@@ -94,18 +150,16 @@ def _places(
                     places[axis].add(extra)
                     shorter |= {base * sbp.unit, (base + (extra > 0)) * sbp.unit}
                 lengths[sbp.dim] = shorter
-    for task in tasks:
-        if _splits_one_dim(task, tensors):
-            # Between units of one dim, what stays differs from rank to rank.
-            for axis in mesh.along(task.axis):
-                places[axis].update(range(mesh.sizes[axis]))
-        if task.op == "all_reduce":  # whose segments are spans of the shard's elements
-            axes = mesh.along(task.axis)
-            members = [tensors[name] for name in task.inputs]
-            for where in product(*map(sorted, places)):
-                rank = RankPlan(mesh, mesh.rank(where), where)
-                longer = reduced_elements(members, rank) % mesh.extent(axes)
-                for axis in reversed(axes):
-                    longer, index = divmod(longer, mesh.sizes[axis])
-                    places[axis].add(index)
+    axes = mesh.along(task.axis)
+    differing = _differs_by_rank(task, tensors[task.inputs[0]], tensors[task.outputs[0]])
+    for axis in (*axes, *differing) if differing else ():
+        places[axis].update(range(mesh.sizes[axis]))
+    if task.op == "all_reduce":  # whose segments are spans of the shard's elements
+        members = [tensors[name] for name in task.inputs]
+        for where in product(*map(sorted, places)):
+            rank = RankPlan(mesh, mesh.rank(where), where)
+            longer = reduced_elements(members, rank) % mesh.extent(axes)
+            for axis in reversed(axes):
+                longer, index = divmod(longer, mesh.sizes[axis])
+                places[axis] |= {index, min(index + 1, mesh.sizes[axis] - 1)}
     return [[0] if mesh.timed and not axis else sorted(each) for axis, each in enumerate(places)]

@@ -6,7 +6,9 @@ they are):
     all_reduce      P    -> B        reduce = that of P
     all_gather      S(d) -> B        dim = d
     reduce_scatter  P    -> S(d)     reduce, dim
-    all_to_all      S(i) -> S(j)     source = i, target = j
+    all_to_all      S(i) -> S(j)     source = i, target = j, one axis
+    exchange        any S, B -> any  along the axes that `exchange_axes` gives, where others change
+                                     from B to S only
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import Any
 from mpiflow.errors import PlanError, VerifyError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Broadcast, Layout, Partial, S, Sbp, layout_text
+from mpiflow.plan.exchange import exchange_axes, staging_bytes
 from mpiflow.plan.records import Register, Task, Variable, communication_stream
+from mpiflow.plan.rows import ROW_KINDS, check_rows
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.volume import KINDS
 
@@ -86,8 +90,9 @@ def kind_of(tensor: Register) -> str:
 def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, context: str) -> None:
     """Stream, axis, operands and layouts of a collective agree with each other."""
     what = f"{context}: {label(task)}"
-    if task.op not in KINDS:
-        raise VerifyError(f"{what}: {task.op!r} is no collective; known are {', '.join(KINDS)}")
+    if task.op not in (*KINDS, *ROW_KINDS):
+        known = ", ".join((*KINDS, *ROW_KINDS))
+        raise VerifyError(f"{what}: {task.op!r} is no collective; known are {known}")
     named = task.axis.split(",")
     if named != [name for name in mesh.names[mesh.timed :] if name in named]:
         raise VerifyError(
@@ -99,6 +104,9 @@ def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, conte
             f"{what} along axis {task.axis} is on stream {task.stream}: its members would not "
             f"all call it in the same order as the others of {communication_stream(task.axis)}"
         )
+    if task.op in ROW_KINDS:
+        check_rows(task, tensors, mesh, what)
+        return
     if not task.inputs or len(task.inputs) != len(task.outputs):
         raise VerifyError(
             f"{what} has {len(task.inputs)} inputs and {len(task.outputs)} outputs; "
@@ -108,6 +116,13 @@ def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, conte
         _check_fused(task, [tensors[name] for name in task.inputs], tensors, what)
     for source, target in zip(task.inputs, task.outputs, strict=True):
         _check_transition(task, tensors[source], tensors[target], mesh, what)
+    if len(task.inputs) == 1:
+        needed = staging_bytes(task, tensors[task.inputs[0]], tensors[task.outputs[0]], mesh)
+        if task.workspace[1] < needed:
+            raise VerifyError(
+                f"{what} packs pieces into a workspace of {task.workspace[1]} bytes, and needs "
+                f"{needed}"
+            )
 
 
 def _check_transition(
@@ -125,10 +140,14 @@ def _check_transition(
         f"{what}: {source.name} {layout_text(source.layout)!r} -> "
         f"{target.name} {layout_text(target.layout)!r}"
     )
+    if task.op == "exchange":
+        _check_exchange(task, source.layout, target.layout, mesh, text)
+        return
     if any(a != b for i, (a, b) in enumerate(pairs) if i not in axes):
         raise VerifyError(f"{text} changes another axis than {task.axis}")
     expected = _transition(task.op, *change)
-    if expected is None or any(pairs[axis] != change for axis in axes):
+    alike = all(pairs[axis] == change for axis in axes)
+    if expected is None or not alike or (task.op == "all_to_all" and len(axes) > 1):
         raise VerifyError(f"{text} is not what {task.op} does along axis {task.axis}")
     for name, value in expected.items():
         given = task.attributes.get(name, "sum" if name == "reduce" else value)
@@ -141,6 +160,20 @@ def _check_transition(
                 f"{text}: axis {mesh.names[inner]} inside {task.axis} splits dim {sbp.dim} too, "
                 "so the shards would interleave"
             )
+
+
+def _check_exchange(task: Task, source: Layout, target: Layout, mesh: Mesh, text: str) -> None:
+    """The group holds all that its members want, and each element once."""
+    changed = [axis for axis, (a, b) in enumerate(zip(source, target, strict=True)) if a != b]
+    if any(isinstance(x[axis], Partial) for x in (source, target) for axis in changed):
+        raise VerifyError(f"{text}: an exchange moves values, it can neither add up nor make parts")
+    if mesh.timed and 0 in changed:
+        raise VerifyError(f"{text}: what changes in time is not exchanged between ranks")
+    needed = mesh.joined(exchange_axes(source, target))
+    if task.axis != needed:
+        raise VerifyError(
+            f"{text} exchanges slices along {needed or 'no axis'}, the plan says {task.axis}"
+        )
 
 
 def _transition(op: str, source: Sbp, target: Sbp) -> dict[str, Any] | None:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from mpiflow.graph.sbp import span
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 
 
 def sent_elements(kind: str, counts: Sequence[int], members: int, index: int) -> int:
     """Elements that member `index` sends.
 
     `counts` is (n,) for all_reduce; the elements that each member contributes (all_gather) or
-    ends up with (reduce_scatter); what this member sends to each (all_to_all).
+    ends up with (reduce_scatter); what this member sends to each (all_to_all, exchange).
     """
     if kind == "all_reduce":
         start, stop = span(counts[0], members, index)

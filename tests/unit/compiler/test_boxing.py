@@ -11,6 +11,7 @@ from op_harness import join, parts
 from mpiflow.compiler import boxing
 from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.build import Builder
+from mpiflow.compiler.hops import move
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.memory import plan_memory
 from mpiflow.compiler.schedule import schedule
@@ -90,7 +91,8 @@ def check_all(pairs, shape, dtype, mesh):
 
     def work(transport):
         rank = cases[0][0].slice(transport.rank)
-        groups = {axis: transport.group(rank.members(axis), axis) for axis in mesh.names}
+        named = dict.fromkeys(axis for plan, *_ in cases for axis in plan.communicators())
+        groups = {axis: transport.group(rank.members(axis), axis) for axis in named}
         return [execute(transport, groups, plan, name, held) for plan, name, _, held in cases]
 
     results = run_local(mesh.size, work)
@@ -189,17 +191,68 @@ def test_one_axis_takes_the_collective_of_the_table(source, target, kinds):
     assert [hop.kind for hop in hops] == kinds
 
 
-def test_shards_that_interleave_are_gathered_from_the_inside():
-    mesh = parse_mesh("data=2,model=2")
-    hops = boxing.path((S(0), S(0)), (B, S(0)), (8, 8), "float32", mesh, MACHINE)
-    assert hops[0].axis == 1
-    assert len(hops) > 1
+def hops_of(source, target, *, mesh="data=4,model=4", shape=(4000, 400), machine=MACHINE):
+    mesh = parse_mesh(mesh)
+    hops = boxing.path(source, target, shape, "float32", mesh, machine)
+    return [(hop.kind, mesh.joined(hop.axes)) for hop in hops]
 
 
-def test_a_large_sum_is_scattered_before_it_crosses_the_other_axis():
+@pytest.mark.parametrize(
+    ("source", "target", "hop"),
+    [
+        ((P, P), (B, B), ("all_reduce", "data,model")),
+        ((MAX, MAX), (B, B), ("all_reduce", "data,model")),
+        ((P, P), (S(0), S(0)), ("reduce_scatter", "data,model")),
+        ((S(1), S(1)), (B, B), ("all_gather", "data,model")),
+        ((B, B), (S(0), S(0)), ("slice", "data,model")),
+        ((B, B), (P, P), ("keep_first", "data,model")),
+        ((P, S(0)), (B, S(0)), ("all_reduce", "data")),
+        ((S(0), P), (S(0), S(0)), ("reduce_scatter", "model")),
+        ((S(0), P), (S(0), S(1)), ("reduce_scatter", "model")),
+        ((S(0), S(1)), (S(1), S(0)), ("exchange", "data,model")),
+        ((S(0), S(0)), (B, S(0)), ("exchange", "data,model")),
+        ((S(0), S(0)), (S(1), S(1)), ("exchange", "data,model")),
+        ((B, S(0)), (S(0), S(0)), ("exchange", "model")),
+        ((P, S(0)), (P, S(1)), ("all_to_all", "model")),
+    ],
+    ids=str,
+)
+def test_one_hop_changes_what_it_can_on_both_axes(source, target, hop):
     mesh = parse_mesh("data=4,model=4")
-    hops = boxing.path((P, P), (B, B), (4000, 400), "float32", mesh, MACHINE)
-    assert [hop.kind for hop in hops] == ["reduce_scatter", "all_reduce", "all_gather"]
+    kind, axes = move(source, target, "float32", mesh)
+    assert (kind, mesh.joined(axes)) == hop
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((P, S(0)), (S(0), S(0))),  # the shards would interleave
+        ((P, B), (B, S(0))),
+        ((P, P), (B, MAX)),
+        ((P, P), (B, S(0))),
+        ((S(0), S(0)), (P, P)),
+        ((S(0), B), (P, B)),
+    ],
+    ids=str,
+)
+def test_two_things_at_once_are_no_single_hop(source, target):
+    assert move(source, target, "float32", parse_mesh("data=4,model=4")) is None
+
+
+def test_a_large_sum_is_scattered_before_it_crosses_nodes():
+    nodes = replace(find_machine("h100"), devices_per_node=4, hierarchical=False)
+    assert hops_of((P, P), (B, B), machine=nodes) == [
+        ("reduce_scatter", "model"), ("all_reduce", "data"), ("all_gather", "model")
+    ]  # fmt: skip
+    assert hops_of((P, P), (B, B), machine=MACHINE) == [("all_reduce", "data,model")]
+
+
+def test_the_axis_that_stays_outside_or_apart_takes_no_part_in_an_exchange():
+    mesh = "pipe=2,data=2,model=2"
+    source, target = (S(0), S(0), S(0)), (S(0), B, S(0))
+    assert hops_of(source, target, mesh=mesh) == [("exchange", "data,model")]
+    source, target = (S(1), S(0), P), (S(0), S(1), P)
+    assert hops_of(source, target, mesh=mesh) == [("exchange", "pipe,data")]
 
 
 @pytest.mark.parametrize(("shape", "sizes", "layout", "expected"), [

@@ -147,7 +147,7 @@ def sharded():
         read("r0", "x"),
         collective("c0", "all_gather", "model", "v", "v.all", attributes={"dim": 0}),
         compute("t1", "matmul", "x v.all", "h"),
-        collective("c1", "all_to_all", "model", "h", "h.rows",
+        collective("c1", "all_to_all", "model", "h", "h.rows", workspace=(176, 48),
                    attributes={"source": 1, "target": 0}),
         compute("t2", "matmul", "x h.rows", "g"),
         collective("c2", "reduce_scatter", "model", "g", "g.part", attributes={"dim": 0}),
