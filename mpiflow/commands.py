@@ -165,14 +165,14 @@ def simulate(options: Namespace) -> None:
 
 def diff(options: Namespace) -> int:
     """Say how two plans differ; exit code 1 if they do."""
-    from mpiflow.plan.diff import diff as compare
+    from mpiflow.plan.compare import compare
 
-    lines = compare(_load(options.a, options.ops), _load(options.b, options.ops))
+    found = compare(_load(options.a, options.ops), _load(options.b, options.ops))
     if options.json:
-        options.answer = {"equal": not lines, "differences": lines}
+        options.answer = found.plain() if found else {"equal": True, "differences": []}
     else:
-        print("\n".join(lines) if lines else "the plans are equal")
-    return 1 if lines else 0
+        print(found or "the plans are equal")
+    return 1 if found else 0
 
 
 def _load(path: str, ops: Sequence[str] = ()) -> Plan:

@@ -29,22 +29,27 @@ _SCALARS = (
 
 def diff(a: Plan, b: Plan) -> list[str]:
     """One line for each difference, with both values; empty where the plans are the same."""
-    lines = [
-        *_changes("", {n: getattr(a, n) for n in _SCALARS}, {n: getattr(b, n) for n in _SCALARS}),
-        *_changes("program ", dict(a.identity), dict(b.identity)),
-        *_changes("settings ", _record(a.settings), _record(b.settings)),
-        *_changes("data ", _data(a), _data(b)),
-        *_changes("variable ", _variables(a), _variables(b)),
-        *_changes("memory ", _memory(a), _memory(b)),
+    return [line for group in differences(a, b) for line in group]
+
+
+def differences(a: Plan, b: Plan) -> list[list[str]]:
+    """The lines of `diff`, those of a kind together."""
+    groups = [
+        _changes("", {n: getattr(a, n) for n in _SCALARS}, {n: getattr(b, n) for n in _SCALARS}),
+        _changes("program ", dict(a.identity), dict(b.identity)),
+        _changes("settings ", _record(a.settings), _record(b.settings)),
+        _changes("data ", _data(a), _data(b)),
+        _changes("variable ", _variables(a), _variables(b)),
+        _changes("memory ", _memory(a), _memory(b)),
     ]
     ours, theirs = ({p.name: p for p in plan.programs} for plan in (a, b))
     for name in [*ours, *(n for n in theirs if n not in ours)]:
-        lines += _programs(name, a, ours.get(name), b, theirs.get(name))
-    lines += [f"note only in the first: {note}" for note in a.notes if note not in b.notes]
-    lines += [f"note only in the second: {note}" for note in b.notes if note not in a.notes]
-    if not lines and canonical(a) != canonical(b):
-        lines.append("only places in memory, names or order differ")
-    return lines
+        groups += _programs(name, a, ours.get(name), b, theirs.get(name))
+    groups.append([f"note only in the first: {note}" for note in a.notes if note not in b.notes])
+    groups.append([f"note only in the second: {note}" for note in b.notes if note not in a.notes])
+    if not any(groups) and canonical(a) != canonical(b):
+        groups.append(["only places in memory, names or order differ"])
+    return [group for group in groups if group]
 
 
 def _changes(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -96,14 +101,14 @@ def _memory(plan: Plan) -> dict[str, str]:
 
 def _programs(
     name: str, a: Plan, ours: Program | None, b: Plan, theirs: Program | None
-) -> list[str]:
+) -> list[list[str]]:
     if ours is None or theirs is None:
-        return [f"{name}: {'new' if ours is None else 'gone'}"]
+        return [[f"{name}: {'new' if ours is None else 'gone'}"]]
     return [
-        *_changes(f"{name}: ", _figures(a, ours), _figures(b, theirs)),
-        *_changes(f"{name}: ", _collectives(a, ours), _collectives(b, theirs)),
-        *_changes(f"{name}: tasks ", _tasks(ours), _tasks(theirs)),
-        *_changes(f"{name}: output ", _outputs(ours), _outputs(theirs)),
+        _changes(f"{name}: ", _figures(a, ours), _figures(b, theirs)),
+        _changes(f"{name}: ", _collectives(a, ours), _collectives(b, theirs)),
+        _changes(f"{name}: tasks ", _tasks(ours), _tasks(theirs)),
+        _changes(f"{name}: output ", _outputs(ours), _outputs(theirs)),
     ]
 
 

@@ -1,0 +1,164 @@
+"""What the arena of a plan holds when it is fullest, by class.
+
+The moment is one of the order in which tasks can run; as no two buffers that live at once share a
+byte, what lives then is at most the arena. What it leaves is room that other moments need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+
+from mpiflow.plan.records import READ, WRITE, Plan, Program, Register, Task, Variable
+from mpiflow.plan.unroll import ENOUGH, folded, unroll
+from mpiflow.plan.verify_order import in_turn, waits_of
+
+CLASSES = (
+    "variables", "optimizer state", "read slots", "staging of saves", "activations", "gradients",
+    "updates", "communication", "workspace", "unused then",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The fullest moment: while `task` of `program` runs. Bytes by class add up to the arena."""
+
+    program: str
+    task: str
+    where: str
+    classes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of the arena that something of a class holds."""
+
+    offset: int
+    nbytes: int
+    kind: str
+
+
+def peak(plan: Plan) -> Peak:
+    """The fullest moment of all programs, the first of equals."""
+    state = _state_of(plan.variables)
+    lasting = [_Span(v.offset, v.nbytes, state[v.name]) for v in plan.variables]
+    lasting += [span for program in plan.programs for span in _lasting(program)]
+    lives = [_Lives(program) for program in plan.programs if program.tasks]
+    arena = sum(nbytes for _, nbytes in plan.arenas)
+    if not lives:
+        return Peak("", "", "", _by_class(lasting, arena))
+    fullest = max(lives, key=lambda one: one.largest)
+    task = fullest.task
+    return Peak(
+        fullest.program.name, folded(task), task.where, _by_class(lasting + fullest.spans(), arena)
+    )  # fmt: skip
+
+
+def _state_of(variables: tuple[Variable, ...]) -> dict[str, str]:
+    """The class of each variable: what is named after one that is trained is kept for it."""
+    trained = tuple(f"{v.name}." for v in variables if v.trainable)
+    return {
+        v.name: "variables" if v.trainable or not v.name.startswith(trained) else "optimizer state"
+        for v in variables
+    }
+
+
+def _lasting(program: Program) -> list[_Span]:
+    """What is read ahead and written behind, which has places of its own all the time."""
+    read = {name for task in program.tasks if task.stream == READ for name in task.outputs}
+    written = {name for task in program.tasks if task.stream == WRITE for name in task.inputs}
+    return [
+        _Span(r.offset, r.nbytes * r.slots, "read slots" if r.name in read else "staging of saves")
+        for r in program.registers
+        if r.name in read | written
+    ]
+
+
+class _Lives:
+    """When the memory of each register of a program is in use, in places of one valid order."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        unrolled = unroll(program, ENOUGH)
+        self.order = [unrolled.tasks[i] for i in in_turn(unrolled, waits_of(unrolled))]
+        lasting = {name for task in unrolled.tasks if task.stream == READ for name in task.outputs}
+        lasting |= {name for task in unrolled.tasks if task.stream == WRITE for name in task.inputs}
+        self.registers = {r.name: r for r in unrolled.registers if r.name not in lasting}
+        self.producer = {n: t for t in unrolled.tasks for n in t.outputs if n in self.registers}
+        self.life: dict[str, tuple[int, int]] = {}
+        for place, task in enumerate(self.order):
+            for name in (*task.inputs, *task.outputs):
+                if name in self.registers:
+                    self.life[name] = self.life.get(name, (place, place))[0], place
+        for output in unrolled.outputs:
+            if output.register in self.life:
+                self.life[output.register] = self.life[output.register][0], len(self.order) - 1
+        sums = self._sums()
+        self.largest = max(sums)
+        self.place = sums.index(self.largest)
+
+    @property
+    def task(self) -> Task:
+        """The one that runs when most is in use."""
+        return self.order[self.place]
+
+    def _sums(self) -> list[int]:
+        """Bytes in use at each place; those that share memory count once."""
+        chains: dict[str, tuple[int, int]] = {}
+        for name, (start, stop) in self.life.items():
+            root = self._root(name)
+            first, last = chains.get(root, (start, stop))
+            chains[root] = min(first, start), max(last, stop)
+        changes = [0] * (len(self.order) + 1)
+        for root, (start, stop) in chains.items():
+            if not self.registers[root].aliases:  # the memory is not that of a variable
+                changes[start] += self.registers[root].nbytes
+                changes[stop + 1] -= self.registers[root].nbytes
+        held = accumulate(changes[:-1])
+        return [n + task.workspace[1] for n, task in zip(held, self.order, strict=True)]
+
+    def _root(self, name: str) -> str:
+        while self.registers[name].aliases in self.registers:
+            name = self.registers[name].aliases
+        return name
+
+    def spans(self) -> list[_Span]:
+        """What is in use at the fullest place; the newest first, as it is what a byte is now."""
+        alive = [n for n, (start, stop) in self.life.items() if start <= self.place <= stop]
+        alive.sort(key=lambda name: -self.life[name][0])
+        spans = [
+            _Span(r.offset, r.nbytes, self._class(r))
+            for r in map(self.registers.__getitem__, alive)
+        ]
+        offset, nbytes = self.task.workspace
+        return [*spans, _Span(offset, nbytes, "workspace")]
+
+    def _class(self, register: Register) -> str:
+        """What a register holds, by the task that makes it."""
+        while self.producer[register.name].kind == "collective" and (
+            register.aliases in self.registers
+        ):
+            register = self.registers[register.aliases]
+        if self.producer[register.name].kind == "collective":
+            return "communication"
+        if register.name.startswith("grad/"):
+            return "gradients"
+        return "updates" if register.name.startswith("update/") else "activations"
+
+
+def _by_class(spans: list[_Span], arena: int) -> tuple[tuple[str, int], ...]:
+    """Bytes by class, each counted once, for the first span that holds it; and what is left."""
+    held = dict.fromkeys(CLASSES, 0)
+    edges = sorted({edge for span in spans for edge in (span.offset, span.offset + span.nbytes)})
+    waiting = sorted(range(len(spans)), key=lambda i: -spans[i].offset)
+    here: list[int] = []
+    for begin, end in pairwise(edges):
+        while waiting and spans[waiting[-1]].offset <= begin:
+            heappush(here, waiting.pop())
+        while here and spans[here[0]].offset + spans[here[0]].nbytes <= begin:
+            heappop(here)
+        if here:
+            held[spans[here[0]].kind] += end - begin
+    held["unused then"] = arena - sum(held.values())
+    return tuple(held.items())
