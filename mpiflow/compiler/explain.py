@@ -7,7 +7,6 @@ of `signature.Problem`, and its total is that of the same problem, solved withou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from math import inf, prod
 from pathlib import Path
@@ -18,13 +17,13 @@ from mpiflow.compiler.arrange import relative_line
 from mpiflow.compiler.bounds import Table
 from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.build import Builder
-from mpiflow.compiler.domains import DATA, Choice, Domains
-from mpiflow.compiler.elimination import Solution, minimise
+from mpiflow.compiler.domains import DATA, Choice
 from mpiflow.compiler.explanation import NOT_HINTED, Candidate, Conversion, Explanation, Step
-from mpiflow.compiler.signature import Edge, Placed, Problem, pose
+from mpiflow.compiler.signature import Edge, Placed, Problem
+from mpiflow.compiler.whatif import forced, without_hint
 from mpiflow.errors import CompileError, UsageError
-from mpiflow.graph.graph import Hint, Variable
-from mpiflow.graph.sbp import B, Layout
+from mpiflow.graph.graph import Hint
+from mpiflow.graph.sbp import B, Layout, S
 from mpiflow.graph.tensor import Tensor
 from mpiflow.plan.records import Register
 from mpiflow.plan.slice import itemsize
@@ -57,17 +56,6 @@ def explain(
             f" {_nearest(known, rest)}. `--after signatures` shows all{more}"
         )
     return _Explainer(placed[program], program, index, folder).explanation(solved)
-
-
-def forced(problem: Problem, index: int, choice: int) -> Solution:
-    """The best solution in which a domain has one choice; its total may be infinite."""
-    only = slice(choice, choice + 1)
-    unary = [table[only] if i == index else table for i, table in enumerate(problem.unary)]
-    pairs = {
-        (a, b): table[only] if a == index else table[:, only] if b == index else table
-        for (a, b), table in problem.pairs.items()
-    }
-    return minimise(unary, pairs)
 
 
 def _names(problem: Problem) -> dict[str, int]:
@@ -114,7 +102,7 @@ class _Explainer:
         self.hint, self.hint_line = self._hint()
         self.problem = self.given
         if self.hint is not None and (self.node or self.variable):
-            self.problem = pose(_Freed(self.given.choices, self.tensors[0]), self.given.machine)
+            self.problem = without_hint(self.given, self.tensors[0])
 
     def explanation(self, solved: int) -> Explanation:
         """All that there is to say."""
@@ -182,7 +170,7 @@ class _Explainer:
         if stuck:
             return inf, stuck
         try:
-            total = forced(self.problem, self.index, choice).total
+            total = forced(self.problem, self.index, choice, self.placed.limit).total
         except CompileError as error:
             return None, f"not solved: {error}"
         return total, "" if total < inf else "nothing that the others can have goes with it"
@@ -280,15 +268,18 @@ class _Explainer:
             )
         if self.variable and choices.fixed is not None:
             notes.append("variables have the layouts that training gives them")
-        elif self.variable and self.hint is None and DATA in self.mesh.names:
-            notes.append(self._on_data(self.variable))
+        elif self.variable and self.variable.name in choices.split:
+            notes.append("--zero splits it over axis data")
+        elif self.variable and self.hint is None and not self._splits_over_data(any_dim=True):
+            notes.append(
+                "over axis data a variable is whole, unless --zero, a hint or a limit splits it"
+            )
         if len(self.tensors) > 1 and not self.node:
             names = ", ".join(tensor.name for tensor in self.tensors)
             notes.append(f"read together, so split alike: {names}")
         if self.mesh.timed:
             notes.append("what a step does in micro-batches is settled before layouts are chosen")
-        ranks = len(self.mesh.axes) - self.mesh.timed
-        if self.node and DATA in self.mesh.names and ranks > 1 and not choices.hinted:
+        if self.node and not self._splits_over_data(any_dim=False):
             notes.append(
                 "over axis data only the first dim is split, unless a hint names that axis"
             )
@@ -296,40 +287,21 @@ class _Explainer:
             notes.append(f"there may be layouts of {self.placed.lower:.3e} s or more")
         return notes
 
-    def _on_data(self, variable: Variable) -> str:
-        if variable.name in self.given.choices.split:
-            return "--zero splits it over axis data"
-        return "a variable is whole over axis data, unless --zero or a hint splits it"
+    def _splits_over_data(self, *, any_dim: bool) -> bool:
+        """Whether a candidate is split over the axis `data`, by any dim or another than the first.
 
-
-class _Freed(Domains):
-    """The choices without the hint on a tensor; what it asks for is still among them.
-
-    What the optimizer keeps for a variable has the hint from it, and loses it too.
-    """
-
-    def __init__(self, given: Domains, tensor: Tensor) -> None:
-        graph, self.given = given.graph, given
-        hint = graph.variables[tensor.name].hint if tensor.name in graph.variables else None
-        variables = {
-            name: replace(v, hint=None)
-            if v.hint is not None
-            and v.hint is hint
-            and (name == tensor.name or name.startswith(f"{tensor.name}."))
-            else v
-            for name, v in graph.variables.items()
-        }
-        hints = {name: hint for name, hint in graph.hints.items() if name != tensor.name}
-        free = replace(graph, variables=variables, hints=hints)
-        super().__init__(free, given.mesh, given.fixed, given.timing, given.split)
-        self.hinted = given.hinted
-
-    def of_variable(self, variable: Variable) -> list[Choice]:
-        """How a variable may be stored, with and without its hint."""
-        found, before = super().of_variable(variable), self.given.graph.variables[variable.name]
-        if before is not variable:
-            found += [choice for choice in self.given.of_variable(before) if choice not in found]
-        return found
+        True as well where that axis, or another dim, is not there.
+        """
+        if dict(self.mesh.axes).get(DATA, 1) == 1 or all(
+            t.ndim <= (not any_dim) for t in self.tensors
+        ):
+            return True
+        axis = self.mesh.index(DATA)
+        return any(
+            isinstance(layout[axis], S) and (any_dim or layout[axis] != S(0))
+            for choice in self.problem.domains[self.index]
+            for layout in choice.outputs
+        )
 
 
 def _about(total: float | None) -> float:

@@ -6,7 +6,7 @@ between the layouts that producers give and consumers take. It is exact for this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class Placed:
     """No layouts take fewer seconds; as `seconds`, where these are proven to be the best."""
     problem: Problem
     choice: tuple[int, ...]
+    limit: Limit | None = None
+    """What they were chosen to hold at most."""
 
     def __str__(self) -> str:
         lines = [f"layouts of {self.graph.name}: {self.seconds:.3e} s predicted"]
@@ -131,7 +133,8 @@ def choose(
     if limit is None:
         return problem.placed(minimise(problem.unary, problem.pairs))
     held = budget(problem, scatter=limit.zero > 1, again=limit.zero > 2)
-    return problem.placed(cheapest_within(problem, held, limit.nbytes))
+    best = cheapest_within(problem, held, limit.nbytes)
+    return replace(problem.placed(best), limit=limit)
 
 
 def pose(domains: Domains, machine: Machine) -> Problem:
