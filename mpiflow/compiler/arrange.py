@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -45,7 +45,7 @@ class Target:
 
 def arrange(
     program: Program,
-    variables: set[str],
+    variables: Mapping[str, Variable],
     target: Target,
     folder: Path,
     observe: Observer = lambda step, program, result: None,
@@ -55,11 +55,11 @@ def arrange(
     Prices are rounded, and lines named from the job's folder.
     """
     observe("lower", program.name, program)
-    program = fuse(program, variables)
+    program = fuse(program, set(variables))
     observe("fuse", program.name, program)
-    program = bucket(program, target.mesh, target.machine)
+    program = bucket(program, target.mesh, target.machine, variables.values())
     observe("bucket", program.name, program)
-    program = put_off(program, variables)
+    program = put_off(program, variables.keys())
     program = schedule(program)
     observe("schedule", program.name, program)
     tasks = (

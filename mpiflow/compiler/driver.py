@@ -138,7 +138,7 @@ class _Compiler:
             programs += self._evaluations(name, shown)
         programs.append(lower_save(variables, self.mesh, self.machine))
         programs = [
-            arrange(program, set(variables), self.target, self.folder, self.observe)
+            arrange(program, variables, self.target, self.folder, self.observe)
             for program in programs
         ]
         packed = plan_memory(tuple(variables.values()), tuple(programs))

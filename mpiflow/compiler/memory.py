@@ -217,7 +217,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
                 _extend(life, root[name], *times.use(task, registers[name]))
     for output in program.outputs:
         _extend(life, root[output.register], times.end, times.end)
-    joined = {n: t.inputs for t in program.tasks if len(t.outputs) > 1 and t.kind == "collective"
+    joined = {n: t.inputs for t in program.tasks if len(t.outputs) > 1 and t.op == "all_reduce"
               for n in t.inputs}  # fmt: skip
     blocks = []
     seen: set[str] = set()

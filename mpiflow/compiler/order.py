@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from operator import attrgetter
 
 from mpiflow.plan.records import Program, Task
@@ -37,3 +38,18 @@ def order_updates(tasks: list[Task], variables: set[str]) -> tuple[Task, ...]:
         after = [r for o in task.outputs for r in readers.get(o, ()) if r != task.name]
         ordered.append(replace(task, after=tuple(dict.fromkeys(after))) if after else task)
     return tuple(ordered)
+
+
+def pulled(program: Program) -> Program:
+    """With the tasks in topological order again, each no later than the first that needs it.
+
+    Nothing else moves: what has come too late for others is brought to them, with all it needs.
+    """
+    needs = program.needs()
+    place = {task.name: i for i, task in enumerate(program.tasks)}
+    rank = {name: i for i, name in enumerate(TopologicalSorter(needs).static_order())}
+    for name in reversed(rank):
+        for need in needs[name]:
+            place[need] = min(place[need], place[name])
+    tasks = sorted(program.tasks, key=lambda t: (t.phase, place[t.name], rank[t.name]))
+    return replace(program, tasks=tuple(tasks))

@@ -12,12 +12,13 @@ one is on its way, and no more than two are held that nobody has finished with.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from mpiflow.plan.records import Program, Task
 
 
-def put_off(program: Program, variables: set[str]) -> Program:
+def put_off(program: Program, variables: Set[str]) -> Program:
     """The program with gathers of what variables alone give after the use of those before."""
     stored = of_variables(program, variables)
     uses = first_uses(program, stored)
@@ -45,7 +46,7 @@ def put_off(program: Program, variables: set[str]) -> Program:
     return replace(program, tasks=tasks)
 
 
-def of_variables(program: Program, variables: set[str]) -> set[str]:
+def of_variables(program: Program, variables: Set[str]) -> set[str]:
     """The tasks that need nothing but variables, as they are before the step."""
     given, found = set(variables), set()
     for task in program.tasks:

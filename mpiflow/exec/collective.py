@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from mpiflow.exec import packed
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.transport import Group, Request
 from mpiflow.graph.sbp import Box
@@ -58,6 +59,9 @@ def bind_collective(
     send, receive = views[source.name], views[target.name]
     if task.op == "all_reduce":
         return _all_reduce(task, rank, registers, views, arena, group)
+    if len(task.inputs) > 1:
+        start, sent, received = packed.bind(task, rank, registers, views, arena, group)
+        return Collective(start, sent, [(place, piece) for piece, place in received])
     peers, counts = rank.peers(task.axis), rank.counts(task, registers)
     match task.op:
         case "all_gather":

@@ -43,16 +43,13 @@ class RankPlan:
         """The element counts of a collective, as `volume.sent_elements` wants them."""
         if task.op == "all_reduce":
             return (reduced_elements([registers[name] for name in task.inputs], self),)
-        source, target = registers[task.inputs[0]], registers[task.outputs[0]]
         peers = self.peers(task.axis)
-        match task.op:
-            case "all_gather":
-                return tuple(prod(peer.shape(source)) for peer in peers)
-            case "reduce_scatter":
-                return tuple(prod(peer.shape(target)) for peer in peers)
-            case _:
-                mine = self.box(source)
-                return tuple(common(mine, peer.box(target)) for peer in peers)
+        if task.op in ("all_gather", "reduce_scatter"):
+            parts = [registers[name] for name in parts_of(task)]
+            return tuple(sum(prod(peer.shape(part)) for part in parts) for peer in peers)
+        source, target = registers[task.inputs[0]], registers[task.outputs[0]]
+        mine = self.box(source)
+        return tuple(common(mine, peer.box(target)) for peer in peers)
 
     def sent_bytes(self, task: Task, registers: dict[str, Register]) -> int:
         """The payload that this rank sends in a collective."""
@@ -60,6 +57,11 @@ class RankPlan:
         counts, index = self.counts(task, registers), members.index(self.rank)
         elements = sent_elements(task.op, counts, len(members), index)
         return elements * itemsize(registers[task.inputs[0]].dtype)
+
+
+def parts_of(task: Task) -> tuple[str, ...]:
+    """What the members of an all_gather give, or those of a reduce_scatter end up with."""
+    return task.inputs if task.op == "all_gather" else task.outputs
 
 
 def reduced_elements(members: list[Register], rank: RankPlan) -> int:

@@ -67,10 +67,12 @@ def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
     """Payload bytes that a rank sends in a collective; as `RankPlan.sent_bytes`, without peers."""
     source, target = tensors[task.inputs[0]], tensors[task.outputs[0]]
     axes = rank.mesh.along(task.axis)
-    own = prod(rank.shape(source))
+    pairs = [(tensors[a], tensors[b]) for a, b in zip(task.inputs, task.outputs, strict=True)]
+    own = sum(prod(rank.shape(member)) for member, _ in pairs)
+    staying = sum(common(rank.box(a), rank.box(b)) for a, b in pairs)
     match task.op:
         case "all_reduce":
-            count = reduced_elements([tensors[name] for name in task.inputs], rank)
+            count = reduced_elements([member for member, _ in pairs], rank)
             index = 0
             for axis in axes:
                 index = index * rank.mesh.sizes[axis] + rank.coordinates[axis]
@@ -78,10 +80,9 @@ def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
         case "all_gather":
             elements = (rank.mesh.extent(axes) - 1) * own
         case "exchange":
-            elements = _wanted(rank, source, target, axes)
-            elements -= common(rank.box(source), rank.box(target))
+            elements = _wanted(rank, source, target, axes) - staying
         case _:  # all but what stays here
-            elements = own - common(rank.box(source), rank.box(target))
+            elements = own - staying
     return elements * itemsize(source.dtype)
 
 

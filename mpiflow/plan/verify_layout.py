@@ -188,14 +188,30 @@ def _transition(op: str, source: Sbp, target: Sbp) -> dict[str, Any] | None:
 def _check_fused(
     task: Task, inputs: list[Register], tensors: dict[str, Register], what: str
 ) -> None:
-    """Several tensors in one call lie side by side, so that they are one buffer."""
-    if task.op != "all_reduce":
-        raise VerifyError(f"{what} has {len(inputs)} inputs; only all_reduce takes several")
+    """Several tensors in one call are one buffer: side by side, or packed in the workspace."""
+    if task.op not in ("all_reduce", "all_gather", "reduce_scatter"):
+        raise VerifyError(f"{what} has {len(inputs)} inputs; {task.op} takes one")
     for left, right in pairwise(inputs):
         if left.dtype != right.dtype:
             raise VerifyError(
                 f"{what} fuses {left.name} of {left.dtype} with {right.name} of {right.dtype}"
             )
+    if task.op == "all_reduce":
+        _check_side_by_side(task, inputs, tensors, what)
+        return
+    needed = sum(tensors[name].nbytes for name in (*task.inputs, *task.outputs))
+    if task.workspace[1] < needed:
+        raise VerifyError(
+            f"{what} packs {len(inputs)} tensors and their parts, {needed} bytes; its workspace"
+            f" has {task.workspace[1]}"
+        )
+
+
+def _check_side_by_side(
+    task: Task, inputs: list[Register], tensors: dict[str, Register], what: str
+) -> None:
+    """They make up one buffer, which is reduced in place."""
+    for left, right in pairwise(inputs):
         if left.offset + left.nbytes != right.offset:
             raise VerifyError(
                 f"{what} fuses {left.name}, which ends at byte {left.offset + left.nbytes}, with "
