@@ -64,12 +64,14 @@ def digits(batch=128):
     return digits.job(batch=batch)
 
 
-def compile_for(mesh, job, *, rows=ROWS, test_rows=TEST_ROWS, features=FEATURES, zero=0, **more):
+def compile_for(
+    mesh, job, *, rows=ROWS, test_rows=TEST_ROWS, features=FEATURES, zero=0, machine=None, **more
+):
     """The plan of a job whose two data sets have these rows."""
     batch = job.train.batch
     data = {"train": data_set("train", rows, batch, features)}
     data |= {name: data_set(name, test_rows, batch, features) for name in job.evaluations}
-    target = Target(parse_mesh(mesh), find_machine("cpu"), zero=zero)
+    target = Target(parse_mesh(mesh), machine or find_machine("cpu"), zero=zero)
     return compile_job(job, data, target, **more)
 
 
