@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiflow.compiler.arrange import relative_line
 from mpiflow.compiler.bounds import Table
-from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.boxing import local_shape, path
 from mpiflow.compiler.build import Builder
 from mpiflow.compiler.domains import DATA, Choice
 from mpiflow.compiler.explanation import NOT_HINTED, Candidate, Conversion, Explanation, Step
@@ -139,7 +139,7 @@ class _Explainer:
         nearest = sorted(unique, key=lambda i: (i != chosen, kernels[i] + conversions[i], i))
         found = []
         for i in nearest[:solved]:
-            total, remark = self._total(i)
+            total, remark = (self.placed.seconds, "") if i == chosen else self._total(i)
             found.append(
                 Candidate(
                     domain[i], float(kernels[i]), float(conversions[i]), self._kept(domain[i]),
@@ -229,16 +229,16 @@ class _Explainer:
         )
 
     def _steps(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[Step, ...]:
-        """The tasks that lowering makes of a conversion."""
+        """The tasks that lowering makes of a conversion, with the seconds of the hops they do."""
         build = Builder(self.mesh, self.given.machine, loop=1, loops=1)
         held = Register(tensor.name, tensor.shape, tensor.dtype, source, 0, 0)
         build.convert(held, target, tensor.where)
+        hops = path(source, target, tensor.shape, tensor.dtype, self.mesh, self.given.machine)
         tensors = {held.name: held, **build.registers}
         steps = []
-        for task in build.tasks:
-            times = self.mesh.micro_batches if task.phase % 2 else 1
+        for hop, task in zip(hops, build.tasks, strict=True):
             sent = firing_bytes(task, tensors, self.mesh) if task.kind == "collective" else 0
-            steps.append(Step(task.op, task.axis, sent * times, task.seconds * times))
+            steps.append(Step(task.op, task.axis, sent * hop.times, hop.seconds * hop.times))
         return tuple(steps)
 
     def _name(self, domain: int) -> str:

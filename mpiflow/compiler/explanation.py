@@ -16,7 +16,7 @@ from mpiflow.plan.text import size_text, table, time_text
 NOT_HINTED = "not as hinted"
 """The remark on a candidate that a hint forbids."""
 _WIDTH = 100  # characters of a line
-_LEAST = 24  # of which layouts get these at least
+_LEAST = 20  # of which layouts, or names, get these at least
 _SAME = 1e-9  # the share of a total that is but rounding
 
 
@@ -151,19 +151,22 @@ def _heading(e: Explanation) -> list[str]:
     op = f", {e.op}" if e.op else ""
     best = "proven best" if e.lower >= e.total else f"none below {time_text(e.lower)}"
     line = f" ({e.where})" if e.where else ""
-    tensors = textwrap.wrap("; ".join(e.tensors), _WIDTH - 2)
-    notes = [line for note in e.notes for line in _item(note)]
+    notes = [line for note in e.notes for line in _wrapped(note, "  - ", "    ")]
     return [
-        f"{e.kind} {e.name} of program {e.program}{op}{line}",
-        *(f"  {line}" for line in tensors),
+        *_wrapped(f"{e.kind} {e.name} of program {e.program}{op}{line}", "", "  "),
+        *_wrapped("; ".join(e.tensors), "  ", "  "),
         f"  layouts are by axis: {', '.join(e.axes)}",
         f"  the program: {time_text(e.total)}, the sum of its kernels and conversions, {best}",
         *notes,
     ]
 
 
-def _item(note: str) -> list[str]:
-    return textwrap.wrap(note, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    """Lines that begin so; no word is broken, as names are words."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _candidates(e: Explanation) -> list[str]:
@@ -229,7 +232,7 @@ def _conversions(e: Explanation) -> Iterator[str]:
         first, *more = _steps(c)
         rows.append((what, name, f"{layout_text(c.source)} -> {layout_text(c.target)}", *first))
         rows += [("", "", "", *cells) for cells in more]
-    heads = ("", "", "", "by", ">sent", ">time", "")
+    heads = ("", "", "", "by", ">sent", ">time", ">counts")
     room = _WIDTH - max(map(len, table([(r[0], "", *r[2:]) for r in rows], heads)), default=0)
     yield "conversions: layouts as made -> as taken"
     yield from table([(r[0], _end(r[1], max(room, _LEAST)), *r[2:]) for r in rows], heads)
@@ -243,7 +246,7 @@ def _end(name: str, room: int) -> str:
 def _steps(conversion: Conversion) -> list[tuple[str, ...]]:
     if not conversion.steps:
         return [("as it is", "", "", "")]
-    share = f"{conversion.share:.0%} counts" if conversion.share < 1 else ""
+    share = f"{conversion.share:.0%}" if conversion.share < 1 else ""
     return [
         (f"{s.op} {s.axis}".strip(), size_text(s.nbytes) if s.nbytes else "",
          time_text(s.seconds), share)
