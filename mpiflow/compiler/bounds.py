@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Table = NDArray[np.float64]
+from mpiflow.compiler.tables import Pair, Table
+
 _SWEEPS = 30
 _ENOUGH = 1e-4
 """The sweeps end with one that raises the bound by a smaller share."""
@@ -60,7 +60,7 @@ class _Variable:
             np.subtract(end.own, share, out=end.own)
 
 
-def bounds(costs: list[Table], pairs: dict[tuple[int, int], Table]) -> Bounds:
+def bounds(costs: list[Table], pairs: dict[Pair, Table]) -> Bounds:
     """The bounds of variables with a cost by choice, and pairs (a < b) with a table of costs."""
     never = _above_all([*costs, *pairs.values()])
     variables = [_Variable(np.minimum(cost, never), [], []) for cost in costs]

@@ -3,6 +3,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from mpiflow.compiler import elimination
 from mpiflow.compiler.elimination import minimise
 
 
@@ -42,6 +43,51 @@ def test_a_long_ladder_is_solved():
     found = minimise(unary, pairs)
     assert cost(unary, pairs, found.choice) == pytest.approx(found.total)
     assert found.total < cost(unary, pairs, (0,) * 200)
+
+
+def repeated_problem(layers):
+    """Layers that all have the same costs, joined by their first and last variables."""
+    draw = np.random.default_rng(3)
+    sizes = [6, 3, 3, 3, 6, 6]
+    costs = [draw.random(n) for n in sizes[:-1]]
+    joined = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4), (4, 5)]
+    tables = {(a, b): draw.random((sizes[a], sizes[b])) for a, b in joined}
+    unary = [cost for _ in range(layers) for cost in costs]
+    pairs = {
+        (a + 5 * i, b + 5 * i): table
+        for i in range(layers)
+        for (a, b), table in tables.items()
+        if b + 5 * i < 5 * layers
+    }
+    return unary, pairs
+
+
+def test_layers_that_are_alike_are_as_cheap_as_when_each_is_worked_out():
+    unary, pairs = repeated_problem(40)
+    found = minimise(unary, pairs)
+    changed = [cost.copy() for cost in unary]
+    for i in range(40):  # equal but for the last bits, and so no two alike
+        changed[5 * i] *= 1 + i * 1e-15
+    assert found.total == pytest.approx(minimise(changed, pairs).total)
+    assert found.total == pytest.approx(cost(unary, pairs, found.choice))
+
+
+def everything(costs):
+    return [np.arange(size) for size in costs.sizes()]
+
+
+def test_the_inside_of_layers_that_are_alike_is_eliminated_once(monkeypatch):
+    made = []
+    joint = elimination._joint
+    monkeypatch.setattr(elimination, "_joint", lambda *args: made.append(0) or joint(*args))
+    monkeypatch.setattr(elimination, "without_dead_ends", lambda costs: (costs, everything(costs)))
+    calls = {}
+    for layers in (20, 40):
+        made.clear()
+        minimise(*repeated_problem(layers))
+        calls[layers] = len(made)
+    # Costs add up from layer to layer; the first two within a layer know nothing of that.
+    assert calls[40] - calls[20] <= 3 * 20
 
 
 def complete_problem(variables, choices, seed):

@@ -1,0 +1,80 @@
+"""Tables by number: equal ones have the same, so that what is done with one is done once.
+
+The layers of a network are alike, and so are the tables of their choices. What is worked out for
+the tables of the first layer is found by their numbers for all others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Pair = tuple[int, int]
+
+
+class Tables:
+    """Hands out numbers of tables, and has the table of a number."""
+
+    def __init__(self) -> None:
+        self._tables: list[Table] = []
+        self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._taken: dict[tuple[int, int, tuple[int, ...]], int] = {}
+
+    def __getitem__(self, number: int) -> Table:
+        return self._tables[number]
+
+    def number(self, table: Table) -> int:
+        """The number of a table: that of an equal one, where there is one."""
+        key = table.shape, table.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = self.add(table)
+        return self._numbers[key]
+
+    def add(self, table: Table) -> int:
+        """A number for a table that is not compared with others."""
+        self._tables.append(table)
+        return len(self._tables) - 1
+
+    def taken(self, number: int, dim: int, kept: tuple[int, ...]) -> int:
+        """The number of a table with some of the choices of a dim only."""
+        key = number, dim, kept
+        if key not in self._taken:
+            self._taken[key] = self.number(self._tables[number].take(kept, dim))
+        return self._taken[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs by the choice of each variable, and of pairs (a < b): numbers of `tables`."""
+
+    tables: Tables
+    unary: list[int]
+    pairs: dict[Pair, int]
+
+    def sizes(self) -> list[int]:
+        """How many choices each variable has."""
+        return [len(self.tables[number]) for number in self.unary]
+
+    def among(self, kept: list[Indices]) -> Costs:
+        """With some of the choices of each variable only."""
+        few = [tuple(indices.tolist()) for indices in kept]
+        taken = self.tables.taken
+        unary = [taken(number, 0, indices) for number, indices in zip(self.unary, few, strict=True)]
+        pairs = {
+            (a, b): taken(taken(number, 0, few[a]), 1, few[b])
+            for (a, b), number in self.pairs.items()
+        }
+        return Costs(self.tables, unary, pairs)
+
+
+def numbered(unary: list[Table], pairs: dict[Pair, Table]) -> Costs:
+    """The costs with numbers for their tables, pairs in order."""
+    tables = Tables()
+    costs = [tables.number(np.asarray(cost, np.float64)) for cost in unary]
+    return Costs(
+        tables, costs, {p: tables.number(np.asarray(pairs[p], np.float64)) for p in sorted(pairs)}
+    )
