@@ -1,108 +1,38 @@
 """Every conversion between layouts, executed on threads, gives the logical tensor again."""
 
+import random
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from jobs import classifier_plan
-from op_harness import join, parts
+from conversions import MACHINE, MAX, cases_of, check, execute, groups_of, layouts
 
 from mpiflow.compiler import boxing
-from mpiflow.compiler.bucket import bucket
-from mpiflow.compiler.build import Builder
-from mpiflow.compiler.hops import move
+from mpiflow.compiler.hops import hop_seconds, move
 from mpiflow.compiler.machine import find_machine
-from mpiflow.compiler.memory import plan_memory
-from mpiflow.compiler.schedule import schedule
-from mpiflow.exec.arena import Arena
-from mpiflow.exec.bind import Binder
-from mpiflow.exec.device import Cpu
 from mpiflow.exec.local import run_local
 from mpiflow.graph.mesh import Mesh, parse_mesh
-from mpiflow.graph.sbp import B, P, Partial, S, layout_text, shard_box
-from mpiflow.ops import Fill
-from mpiflow.ops.reduction import ReduceSum
-from mpiflow.plan.records import Output, Program
-from mpiflow.plan.traffic import bytes_sent
-from mpiflow.plan.verify import verify
-
-MACHINE = find_machine("cpu")
-MAX = Partial("max")
+from mpiflow.graph.sbp import B, P, S, shard_box
 
 
-def layouts(mesh, shape, *, more=(MAX,)):
-    """All legal layouts of a tensor on a mesh."""
-    choices = [B, P, *(S(d) for d in range(len(shape))), *more]
-    return [
-        layout for layout in product(choices, repeat=len(mesh.axes))
-        if boxing.is_legal(layout, shape, mesh)
-    ]  # fmt: skip
-
-
-def conversion(source, target, shape, dtype, mesh):
-    """A plan of one program: make the source, convert it, use the target."""
-    build = Builder(mesh, MACHINE)
-    made = build.register("source", shape, dtype, source)
-    build.compute("make", Fill(shape, 1, dtype), [], [made], "test.py:1")
-    converted = build.convert(made, target, "test.py:2")
-    scalar = build.register("scalar", (), dtype, (B,) * len(mesh.axes))
-    every = tuple(range(len(shape)))
-    build.compute("use", ReduceSum(every), [converted], [scalar], "test.py:3")
-    registers = tuple(build.registers.values())
-    outputs = (Output("loss", "scalar"),)
-    program = Program("evaluate", 1, registers, tuple(build.tasks), (), outputs)
-    program = schedule(bucket(program, mesh, MACHINE))
-    packed = plan_memory((), (program,))
-    initialise = Program("initialise", 0, (), (), ())
-    plan = replace(
-        classifier_plan("data=1"), mesh=mesh, variables=(), data=(),
-        arenas=(("host", packed.nbytes),), programs=(initialise, *packed.programs),
-    )  # fmt: skip
-    verify(plan)
-    return plan, converted.name
-
-
-def execute(transport, groups, plan, target, held):
-    """(what this rank has of the target in the end, the bytes that it sent)."""
-    program = plan.program("evaluate")
-    arena = Arena(Cpu(), dict(plan.arenas)["host"])
-    arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
-    binder = Binder(
-        program, plan.tensors(program), plan.slice(transport.rank), arena, groups, lambda: None
-    )
-    views = binder.views(0)
-    step = binder.step(0, lambda: None, lambda: None)
-    np.copyto(views["source"], held[plan.mesh.coordinates(transport.rank)])
-    before = sum(group.sent for group in groups.values())
-    for task, call in zip(step.tasks, step.calls, strict=True):
-        if task.name not in ("make", "use"):
-            call()
-    return views[target].copy(), sum(group.sent for group in groups.values()) - before
-
-
-def check_all(pairs, shape, dtype, mesh):
-    draw = np.random.default_rng(len(pairs))
-    whole = draw.integers(-50, 50, shape).astype(dtype)
-    cases = []
-    for source, target in pairs:
-        plan, name = conversion(source, target, shape, dtype, mesh)
-        cases.append((plan, name, target, parts(whole, source, mesh.sizes, draw)))
+def check_groups(groups, shape, dtype, mesh):
+    """Convert each source to its targets, on a thread for each rank."""
+    whole = np.random.default_rng(len(groups)).integers(-50, 50, shape).astype(dtype)
+    cases = cases_of(groups, whole, mesh)
 
     def work(transport):
-        rank = cases[0][0].slice(transport.rank)
-        named = dict.fromkeys(axis for plan, *_ in cases for axis in plan.communicators())
-        groups = {axis: transport.group(rank.members(axis), axis) for axis in named}
-        return [execute(transport, groups, plan, name, held) for plan, name, _, held in cases]
+        communicators = groups_of(transport, cases)
+        return [execute(transport, communicators, case) for case in cases]
 
     results = run_local(mesh.size, work)
-    for i, (plan, _, target, _) in enumerate(cases):
-        what = f"{shape} {layout_text(pairs[i][0])} to {layout_text(target)} on {mesh}"
-        held = {mesh.coordinates(rank): found[i][0] for rank, found in enumerate(results)}
-        joined = join(held, shape, dtype, target, mesh.sizes)
-        np.testing.assert_allclose(joined, whole, rtol=1e-12, atol=1e-12, err_msg=what)
-        most = max(found[i][1] for found in results)
-        assert most == bytes_sent(plan, plan.program("evaluate")), what
+    for i, case in enumerate(cases):
+        check(case, whole, [found[i] for found in results])
+
+
+def check_all(found, shape, dtype, mesh):
+    """Every pair of these layouts, each in a plan of its own."""
+    check_groups([(a, [b]) for a, b in product(found, found)], shape, dtype, mesh)
 
 
 @pytest.mark.parametrize(
@@ -112,22 +42,41 @@ def check_all(pairs, shape, dtype, mesh):
 def test_every_pair_of_layouts_on_one_axis(size, shape):
     mesh = parse_mesh(f"data={size}")
     found = layouts(mesh, shape)
-    check_all(list(product(found, found)), shape, "float64", mesh)
+    check_all(found, shape, "float64", mesh)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape"),
+    ("sizes", "shape", "more"),
     [
-        pytest.param((2, 2), (5, 4), marks=pytest.mark.ranks(4)),
-        pytest.param((2, 3), (3, 7), marks=pytest.mark.ranks(6)),
-        pytest.param((2, 2), (3,), marks=pytest.mark.ranks(4)),
+        pytest.param((2, 2), (5, 4), (), marks=pytest.mark.ranks(4)),
+        pytest.param((2, 3), (3, 7), (MAX,), marks=pytest.mark.ranks(6)),
+        pytest.param((2, 3), (12, 5), (S(0, 2),), marks=pytest.mark.ranks(6)),
+        pytest.param((1, 3), (5,), (MAX,), marks=pytest.mark.ranks(3)),
+        pytest.param((3, 1), (2, 4), (), marks=pytest.mark.ranks(3)),
+        pytest.param((2, 2), (0, 3), (), marks=pytest.mark.ranks(4)),
     ],
     ids=str,
 )
-def test_every_pair_of_layouts_on_two_axes(sizes, shape):
+def test_every_pair_of_layouts_on_two_axes(sizes, shape, more):
+    """All targets of a source in one plan, which converts to each way station once."""
     mesh = parse_mesh(f"data={sizes[0]},model={sizes[1]}")
-    found = layouts(mesh, shape, more=())
-    check_all(list(product(found, found)), shape, "float64", mesh)
+    found = layouts(mesh, shape, more=more)
+    check_groups([(source, found) for source in found], shape, "float64", mesh)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [
+        pytest.param("data=4,model=4", (3, 18), marks=pytest.mark.ranks(16)),
+        pytest.param("pipe=2,data=2,model=3", (13, 5), marks=pytest.mark.ranks(12)),
+    ],
+)
+def test_pairs_of_layouts_on_larger_meshes(mesh, shape):
+    mesh = parse_mesh(mesh)
+    draw = random.Random(1)
+    found = layouts(mesh, shape)
+    groups = [(draw.choice(found), draw.sample(found, 6)) for _ in range(8)]
+    check_groups(groups, shape, "float64", mesh)
 
 
 @pytest.mark.ranks(3)
@@ -135,22 +84,27 @@ def test_every_pair_of_layouts_on_two_axes(sizes, shape):
 def test_spans_in_units_convert_to_and_from_every_layout(shape):
     mesh = parse_mesh("data=3")
     found = layouts(mesh, shape, more=(S(0, 4), S(0, 2), S(1, 2)))
-    check_all(list(product(found, found)), shape, "float64", mesh)
+    check_all(found, shape, "float64", mesh)
 
 
 @pytest.mark.ranks(3)
 def test_integers_convert_exactly():
     mesh = parse_mesh("data=3")
     found = layouts(mesh, (5, 4))
-    check_all(list(product(found, found)), (5, 4), "int32", mesh)
+    check_all(found, (5, 4), "int32", mesh)
 
 
-def test_no_conversion_costs_more_than_a_way_round():
+@pytest.mark.parametrize("name", ["cpu", "nodes"])
+def test_no_conversion_costs_more_than_one_or_two_hops(name):
     mesh, shape = parse_mesh("data=2,model=3"), (6, 40)
-    found = layouts(mesh, shape, more=())
-    seconds = boxing.prices(found, found, shape, "float32", mesh, MACHINE)
-    round_trips = seconds[:, :, None] + seconds[None, :, :]
-    assert (seconds[:, None, :] <= round_trips + 1e-12).all()
+    machine = MACHINE if name == "cpu" else replace(find_machine("h100"), devices_per_node=3)
+    found = layouts(mesh, shape, more=(MAX,))
+    seconds = boxing.prices(found, found, shape, "float32", mesh, machine)
+    assert np.isfinite(seconds).all()
+    one = hop_seconds(tuple(found), shape, "float32", mesh, machine)
+    two = (one[:, :, None] + one[None]).min(axis=1)
+    assert (seconds <= np.minimum(one, two) + 1e-12).all()
+    assert (seconds[:, None, :] <= seconds[:, :, None] + seconds[None] + 1e-12).all()
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 3), (1, 2)], ids=str)

@@ -1,0 +1,124 @@
+"""Plans of one program that convert a tensor to other layouts, and what ranks have of it then."""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+from jobs import classifier_plan
+from op_harness import join, parts
+
+from mpiflow.compiler import boxing
+from mpiflow.compiler.bucket import bucket
+from mpiflow.compiler.build import Builder
+from mpiflow.compiler.machine import find_machine
+from mpiflow.compiler.memory import plan_memory
+from mpiflow.compiler.schedule import schedule
+from mpiflow.exec.arena import Arena
+from mpiflow.exec.bind import Binder
+from mpiflow.exec.device import Cpu
+from mpiflow.graph.sbp import B, P, Partial, S, layout_text
+from mpiflow.ops import Fill
+from mpiflow.ops.reduction import ReduceSum
+from mpiflow.plan.records import Output, Plan, Program
+from mpiflow.plan.traffic import bytes_sent
+from mpiflow.plan.verify import verify
+
+MACHINE = find_machine("cpu")
+MAX = Partial("max")
+
+
+def layouts(mesh, shape, *, more=(MAX,)):
+    """All legal layouts of a tensor on a mesh."""
+    choices = [B, P, *(S(d) for d in range(len(shape))), *more]
+    return [
+        layout for layout in product(choices, repeat=len(mesh.axes))
+        if boxing.is_legal(layout, shape, mesh)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan that makes a source and converts it; what each rank has of the source, and targets."""
+
+    plan: Plan
+    source: tuple
+    targets: dict[str, tuple]  # layouts by the name of the register
+    held: dict[tuple[int, ...], np.ndarray]
+
+
+def conversion(source, targets, shape, dtype, mesh):
+    """A plan of one program: make the source, convert it, use the targets."""
+    build = Builder(mesh, MACHINE)
+    made = build.register("source", shape, dtype, source)
+    build.compute("make", Fill(shape, 1, dtype), [], [made], "test.py:1")
+    names, outputs = {}, []
+    for i, target in enumerate(targets):
+        converted = build.convert(made, target, "test.py:2")
+        names[converted.name] = target
+        scalar = build.register(f"scalar{i}", (), dtype, (B,) * len(mesh.axes))
+        every = tuple(range(len(shape)))
+        build.compute(f"use{i}", ReduceSum(every), [converted], [scalar], "test.py:3")
+        outputs.append(Output(f"value{i}", scalar.name))
+    registers = tuple(build.registers.values())
+    program = Program("evaluate", 1, registers, tuple(build.tasks), (), tuple(outputs))
+    program = schedule(bucket(program, mesh, MACHINE))
+    packed = plan_memory((), (program,))
+    initialise = Program("initialise", 0, (), (), ())
+    plan = replace(
+        classifier_plan("data=1"), mesh=mesh, variables=(), data=(),
+        arenas=(("host", packed.nbytes),), programs=(initialise, *packed.programs),
+    )  # fmt: skip
+    verify(plan)
+    return plan, names
+
+
+def cases_of(groups, whole, mesh):
+    """A case for each (source, targets), with random parts of sums."""
+    draw = np.random.default_rng(len(groups))
+    found = []
+    for source, targets in groups:
+        plan, names = conversion(source, targets, whole.shape, whole.dtype.name, mesh)
+        held = parts(whole, source, mesh.sizes, draw)
+        found.append(Case(plan, source, names, held))
+    return found
+
+
+def groups_of(transport, cases):
+    """Collective. The communicators that any of the cases needs."""
+    rank = cases[0].plan.slice(transport.rank)
+    named = dict.fromkeys(axis for case in cases for axis in case.plan.communicators())
+    return {axis: transport.group(rank.members(axis), axis) for axis in named}
+
+
+def execute(transport, groups, case):
+    """Collective. (what this rank has of each target in the end, the bytes that it sent)."""
+    plan = case.plan
+    program = plan.program("evaluate")
+    arena = Arena(Cpu(), dict(plan.arenas)["host"])
+    arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
+    binder = Binder(
+        program, plan.tensors(program), plan.slice(transport.rank), arena, groups, lambda: None
+    )
+    views = binder.views(0)
+    step = binder.step(0, lambda: None, lambda: None)
+    np.copyto(views["source"], case.held[plan.mesh.coordinates(transport.rank)])
+    before = sum(group.sent for group in groups.values())
+    found = {}
+    for task, call in zip(step.tasks, step.calls, strict=True):
+        if task.name.startswith("use"):
+            found[task.inputs[0]] = views[task.inputs[0]].copy()
+        elif task.name != "make":
+            call()
+    return found, sum(group.sent for group in groups.values()) - before
+
+
+def check(case, whole, results):
+    """The targets of a case join to the whole; `results` are those of `execute`, by rank."""
+    mesh = case.plan.mesh
+    for name, target in case.targets.items():
+        what = f"{whole.shape} {layout_text(case.source)} to {layout_text(target)} on {mesh}"
+        held = {mesh.coordinates(rank): found[name] for rank, (found, _) in enumerate(results)}
+        joined = join(held, whole.shape, whole.dtype.name, target, mesh.sizes)
+        np.testing.assert_allclose(joined, whole, rtol=1e-12, atol=1e-12, err_msg=what)
+    sent = max(nbytes for _, nbytes in results)
+    assert sent == bytes_sent(case.plan, case.plan.program("evaluate")), layout_text(case.source)
