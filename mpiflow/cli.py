@@ -148,10 +148,14 @@ _CLUSTER = _argument(
     help="the machine to price it for: cpu (default), a100, h100, h200, or a machine file",
 )  # fmt: skip
 _ZERO = _argument(
-    "--zero", type=int, default=0, metavar="0|1|2|3",
+    "--zero", type=int, metavar="0|1|2|3",
     help="split over the data axis: 1 optimizer state, 2 gradients too, 3 weights too",
 )  # fmt: skip
-_FORM = (_RANKS, _MESH, _MICRO, _ZERO, _CLUSTER)
+_MEMORY = _argument(
+    "--memory", metavar="SIZE",
+    help="what a rank may hold: 40GiB, 1.5GB (default: a device's memory, if the machine says it)",
+)  # fmt: skip
+_FORM = (_RANKS, _MESH, _MICRO, _ZERO, _MEMORY, _CLUSTER)
 _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FILE (.plan)")
 _NAMES = _argument(
     "--names", default="", metavar="MAP",
@@ -175,8 +179,8 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                          _argument("--steps", type=int, default=3, metavar="N"), _JSON)),
     (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _OPS,
                      _JSON)),
-    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO, _ZERO, _CLUSTER,
-                    _SET, _DATA, _OPS,
+    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO, _ZERO, _MEMORY,
+                    _CLUSTER, _SET, _DATA, _OPS,
                     _argument("--out", metavar="FOLDER",
                               help="the run's folder (default: run/NAME)"),
                     _argument("--fresh", action="store_true",

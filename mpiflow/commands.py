@@ -98,7 +98,7 @@ def _compile(
 ) -> Plan:
     from mpiflow.compiler.machine import find_machine
     from mpiflow.jobfile import load_job
-    from mpiflow.planning import choose_mesh, make_plan
+    from mpiflow.planning import choose_mesh, make_plan, parse_memory
 
     machine = find_machine(options.cluster or "cpu")
     mesh = choose_mesh(options.ranks, options.mesh, machine)
@@ -106,7 +106,14 @@ def _compile(
     if options.micro_batches is not None:
         job = replace(job, micro_batches=options.micro_batches)
     return make_plan(
-        job, folder, mesh, Path(options.data), machine=machine, zero=options.zero, observe=observe
+        job,
+        folder,
+        mesh,
+        Path(options.data),
+        machine=machine,
+        zero=options.zero,
+        memory=None if options.memory is None else parse_memory(options.memory),
+        observe=observe,
     )
 
 
@@ -198,7 +205,9 @@ def _plan_or_job(options: Namespace) -> Plan:
     _refuse_ops_beside_job(options)
     if not options.job.endswith(".plan"):
         return _compile(options)
-    _refuse_beside_plan(options, "cluster", "mesh", "micro_batches", "set", "ranks", "zero")
+    _refuse_beside_plan(
+        options, "cluster", "memory", "mesh", "micro_batches", "set", "ranks", "zero"
+    )
     return _load(options.job, options.ops)
 
 
@@ -228,7 +237,7 @@ def run(options: Namespace) -> int:
     from the newest complete checkpoint in the run's folder, unless --fresh.
     """
     if options.job.endswith(".plan"):
-        _refuse_beside_plan(options, "cluster", "mesh", "micro_batches", "set", "zero")
+        _refuse_beside_plan(options, "cluster", "memory", "mesh", "micro_batches", "set", "zero")
     _refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")

@@ -17,7 +17,6 @@ from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.tensor import DTYPES
 from mpiflow.job import Dataset, Job
 from mpiflow.plan.records import DataSet, Plan
-from mpiflow.plan.text import size_text
 from mpiflow.plan.verify_ops import verify_ops
 from mpiflow.plan.verify_run import verify_run
 from mpiflow.weights import with_first_values
@@ -47,17 +46,20 @@ def make_plan(
     data_folder: Path,
     *,
     machine: Machine | None = None,
-    zero: int = 0,
+    zero: int | None = None,
+    memory: int | None = None,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
     """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`.
 
-    Prices are those of `machine`, which is the built-in `cpu` unless given.
+    Prices are those of `machine`, which is the built-in `cpu` unless given. Arenas have `memory`
+    bytes at most, by default what a device of the machine has, where that is known.
     """
     from mpiflow.io.dataset import cache_bytes
 
     machine = machine or find_machine("cpu")
-    check_level(zero)
+    check_level(zero or 0)
+    limit = machine.memory_bytes if memory is None else memory
     notes = machine_notes(machine, mesh)
     data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
     for name, dataset in job.evaluations.items():
@@ -66,12 +68,11 @@ def make_plan(
     plan = compile_job(
         job,
         data,
-        Target(mesh, machine, zero=zero),
+        Target(mesh, machine, zero=zero, memory=limit),
         folder=folder,
         cache_bytes=cache_bytes,
         observe=observe,
     )
-    notes += memory_notes(machine, dict(plan.arenas)["host"])
     plan = replace(plan, notes=(*plan.notes, *notes))
     if job.weights:
         plan = with_first_values(plan, job.weights, data_folder)
@@ -103,19 +104,25 @@ def _levels(devices_per_node: int, mesh: Mesh) -> str:
     """Which axes stay within a node, and which go between nodes."""
     parts = []
     for axis, name in enumerate(mesh.names):
-        nodes = spread(mesh, axis, devices_per_node)[1]
+        nodes = spread(mesh, (axis,), devices_per_node)[1]
         parts.append(f"axis {name} {'goes between nodes' if nodes > 1 else 'stays within a node'}")
     return ", ".join(parts)
 
 
-def memory_notes(machine: Machine, arena: int) -> tuple[str, ...]:
-    """Whether a rank's arena fits into a device's memory, where that is known."""
-    if not machine.memory_bytes or arena <= machine.memory_bytes:
-        return ()
-    return (
-        f"does not fit: a rank needs {size_text(arena)}, and a device of machine {machine.name} has"
-        f" {size_text(machine.memory_bytes)}; use more ranks, a smaller batch or micro-batches",
-    )
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def parse_memory(text: str) -> int:
+    """The bytes that --memory names: 40GiB, 512MiB, 1.5GB, or a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise UsageError(f"--memory {text}: say how much as in 40GiB, 512MiB or 1.5GB")
+    nbytes = int(float(match[1]) * unit)
+    if nbytes < 1:
+        raise UsageError(f"--memory {text}: a plan needs at least a byte")
+    return nbytes
 
 
 def _check_name(job: Job, name: str) -> None:

@@ -35,12 +35,17 @@ NUMERICS = "deterministic"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a job is compiled for, and the level of ZeRO that it is to have."""
+    """What a job is compiled for.
+
+    `zero` is the level of ZeRO that it is to have; where that is None, it is 0, or what a limit on
+    memory asks for, by variable. `memory` is that limit, in bytes of a rank's arena, 0 for none.
+    """
 
     mesh: Mesh
     machine: Machine
     device: str = "host"
-    zero: int = 0
+    zero: int | None = None
+    memory: int = 0
 
 
 def arrange(

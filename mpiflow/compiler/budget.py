@@ -71,6 +71,10 @@ class Budget:
     nodes: tuple[Node, ...]
     peaks: tuple[int, ...]
 
+    def bytes_at(self, choice: Sequence[int]) -> Table:
+        """The bytes of all that is held, one by one."""
+        return np.array([held.bytes_of(choice) for held in self.held], np.float64)
+
     def profile(self, choice: Sequence[int]) -> Table:
         """The bytes that are held at each node."""
         change = np.zeros(len(self.nodes) + 1)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpiflow.compiler.advice import does_not_fit
 from mpiflow.compiler.arrange import (
     NUMERICS,
     Observer,
@@ -38,13 +39,15 @@ from mpiflow.compiler.arrange import (
     stored,
 )
 from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.differentiate import differentiate
+from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes, within
 from mpiflow.compiler.lower import lower, lower_initialise, lower_save
-from mpiflow.compiler.memory import plan_memory
-from mpiflow.compiler.microbatch import divide
+from mpiflow.compiler.memory import Packed, plan_memory
+from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import keep_activations
-from mpiflow.compiler.signature import choose
+from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import check_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
@@ -56,7 +59,7 @@ from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import S
 from mpiflow.job import Best, Job
 from mpiflow.optim import average_name
-from mpiflow.plan.records import DataSet, Plan, Program, Register, Settings, Variable
+from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Settings, Variable
 from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
@@ -111,7 +114,35 @@ class _Compiler:
         self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
         if self.target.zero:
             self.notes.append(level_note(self.target.zero))
-        placed = choose(graph, mesh, self.machine, timing=timing, zero=self.target.zero)
+
+        def attempt(limit: Limit | None) -> Attempt[tuple[Placed, Packed]]:
+            placed, packed = self._arranged(graph, mesh, timing, limit)
+            return Attempt((placed, packed), packed.nbytes, lambda: held_bytes(placed))
+
+        made = attempt(None)
+        if self.target.memory:
+            try:
+                made = within(self.target.memory, made, self._limits(mesh), attempt)
+            except TooLarge as error:
+                raise does_not_fit(error, self.target, self.job, graph, self.folder) from error
+        placed, packed = made.made
+        return self._finish(graph, placed, packed)
+
+    def _limits(self, mesh: Mesh) -> list[Limit]:
+        """What may be split where the fastest layouts hold too much, in the order to be tried."""
+        if self.target.zero is not None:
+            return [Limit(0.0, zero=self.target.zero)]
+        if mesh.timed:  # a copy for the backward pass would only be another one, see `lower`
+            return [Limit(0.0, free=True, zero=1), Limit(0.0, free=True, zero=2)]
+        return [Limit(0.0, free=True, zero=3)]
+
+    def _arranged(
+        self, graph: Graph, mesh: Mesh, timing: Timing | None, limit: Limit | None
+    ) -> tuple[Placed, Packed]:
+        """All programs with layouts that keep a limit, and where they have what they hold."""
+        train = self.data["train"]
+        zero = self.target.zero or 0
+        placed = choose(graph, mesh, self.machine, timing=timing, zero=zero, limit=limit)
         self.observe("signatures", "train", placed)
         layouts = {
             name: placed.sources[v.tensor][mesh.timed :] for name, v in graph.variables.items()
@@ -130,12 +161,12 @@ class _Compiler:
                 data="train",
                 rows=train.batch,
                 timing=timing,
-                zero=self.target.zero,
+                zero=limit.zero if limit else zero,
             )
         )
         shown = self._averages(variables)
         for name in self.job.evaluations:
-            programs += self._evaluations(name, shown)
+            programs += self._evaluations(name, shown, limit)
         programs.append(lower_save(variables, self.mesh, self.machine))
         programs = [
             arrange(program, variables, self.target, self.folder, self.observe)
@@ -143,7 +174,7 @@ class _Compiler:
         ]
         packed = plan_memory(tuple(variables.values()), tuple(programs))
         self.observe("memory", "all", packed)
-        return self._finish(graph, packed.variables, packed.programs, packed.nbytes)
+        return placed, packed
 
     def _train_graph(self, data: DataSet) -> Graph:
         graph = self._traced("train", data, data.batch, training=True)
@@ -183,7 +214,9 @@ class _Compiler:
             for name, v in variables.items()
         }
 
-    def _evaluations(self, name: str, variables: dict[str, Variable]) -> list[Program]:
+    def _evaluations(
+        self, name: str, variables: dict[str, Variable], limit: Limit | None
+    ) -> list[Program]:
         """A program for the full batches of an evaluation, one for the rows that are left."""
         data = self.data[name]
         base = evaluation_program(name)
@@ -195,18 +228,13 @@ class _Compiler:
         for program, rows in sizes:
             graph = self._traced(program, data, rows, training=False)
             _same_variables(graph, variables)
-            placed = choose(graph, self.mesh, self.machine, layouts)
+            placed = choose(graph, self.mesh, self.machine, layouts, limit=limit)
             self.observe("signatures", program, placed)
             programs.append(lower(placed, variables, self.mesh, self.machine, data=name, rows=rows))
         return programs
 
-    def _finish(
-        self,
-        graph: Graph,
-        variables: tuple[Variable, ...],
-        programs: tuple[Program, ...],
-        nbytes: int,
-    ) -> Plan:
+    def _finish(self, graph: Graph, placed: Placed, packed: Packed) -> Plan:
+        variables, programs, nbytes = packed.variables, packed.programs, packed.nbytes
         train = self.data["train"]
         ops = user_ops(programs, self.folder)
         self._note_idle_ranks(programs)
@@ -223,6 +251,7 @@ class _Compiler:
             device=self.target.device,
             machine=self.machine.name,
             overlap=self.machine.overlap,
+            layouts=_quality(placed, self.target.memory),
             numerics=NUMERICS,
             seed=self.job.seed,
             identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),
@@ -323,6 +352,12 @@ def identity(job: Job, model: str, graph: Graph, train: DataSet) -> tuple[tuple[
         ("variables", variables),
         *((("frozen", ", ".join(job.frozen)),) if job.frozen else ()),
     )  # fmt: skip
+
+
+def _quality(placed: Placed, limit: int) -> Layouts:
+    saving = max(placed.seconds - placed.lower, 0.0)
+    gap = saving / placed.seconds if placed.seconds else 0.0
+    return Layouts(rounded(placed.seconds), float(f"{gap:.1e}"), limit)
 
 
 def _parts(register: Register, mesh: Mesh) -> int:

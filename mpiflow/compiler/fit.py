@@ -6,7 +6,7 @@ within             planning again, with a tighter limit, until the plan itself k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -14,22 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.compiler.bounds import Table
-from mpiflow.compiler.budget import Budget, Held
+from mpiflow.compiler.budget import Budget, Held, budget
 from mpiflow.compiler.domains import DATA
-from mpiflow.compiler.elimination import Solution, minimise
+from mpiflow.compiler.elimination import Pairs, Solution, minimise
 from mpiflow.compiler.limited import DoesNotFit, minimise_within
 from mpiflow.compiler.zero import LEVELS, split_variables
 from mpiflow.errors import CompileError
 from mpiflow.graph.sbp import S
 
 if TYPE_CHECKING:
-    from mpiflow.compiler.signature import Problem
+    from mpiflow.compiler.signature import Placed, Problem
 
 T = TypeVar("T")
 _ROUNDS = 4
 """Plans that are made at most, each with a tighter limit."""
-_SEARCHED = 6
-"""Assignments among which the one of least memory is looked for."""
+_SEARCHED, _DEAR = 6, 100.0
+"""Assignments among which one of little memory is looked for, and how many times the seconds of
+the fastest all of its memory costs then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ class TooLarge(CompileError):
     `kept` is what they hold at node `peak`, the largest first.
     """
 
-    def __init__(self, problem: Problem, budget: Budget, limit: float) -> None:
-        self.choice = least_memory(problem, budget)
-        profile = budget.profile(self.choice)
+    def __init__(self, problem: Problem, held: Budget, limit: float) -> None:
+        self.choice = least_memory(problem, held)
+        profile = held.profile(self.choice)
         at = int(profile.argmax())
-        self.limit, self.least, self.peak = limit, float(profile[at]), budget.nodes[at]
+        self.limit, self.least, self.peak = limit, float(profile[at]), held.nodes[at]
         self.kept: list[tuple[Held, float]] = sorted(
-            ((h, h.bytes_of(self.choice)) for h in budget.held if h.start <= at <= h.stop),
+            ((one, one.bytes_of(self.choice)) for one in held.held if one.start <= at <= one.stop),
             key=lambda pair: -pair[1],
         )
         super().__init__(f"layouts hold {self.least:,.0f} bytes or more, not {limit:,.0f}")
@@ -66,11 +67,11 @@ class TooLarge(CompileError):
 class Intervals:
     """The live sets of a budget (`limited.Live`): what is held at each of its peaks."""
 
-    def __init__(self, budget: Budget) -> None:
-        self.starts = np.array([h.start for h in budget.held], np.intp)
-        self.stops = np.array([h.stop for h in budget.held], np.intp)
-        self.peaks = np.array(budget.peaks, np.intp)
-        self.count = len(budget.nodes)
+    def __init__(self, held: Budget) -> None:
+        self.starts = np.array([one.start for one in held.held], np.intp)
+        self.stops = np.array([one.stop for one in held.held], np.intp)
+        self.peaks = np.array(held.peaks, np.intp)
+        self.count = len(held.nodes)
 
     def __len__(self) -> int:
         return len(self.peaks)
@@ -88,43 +89,44 @@ class Intervals:
         return np.cumsum(change)[self.peaks]
 
 
-def cheapest_within(problem: Problem, budget: Budget, limit: float) -> Solution:
+def cheapest_within(problem: Problem, held: Budget, limit: float) -> Solution:
     """The cheapest choices that hold `limit` bytes at most.
 
     Never dearer than pure data parallel, a level of ZeRO or a split over the other axes that fits.
     Raises TooLarge.
     """
-    scopes = [held.scope for held in budget.held]
-    memory = [held.nbytes for held in budget.held]
-    live = Intervals(budget)
+    scopes = [one.scope for one in held.held]
+    memory = [one.nbytes for one in held.held]
+    live = Intervals(held)
     try:
         found = minimise_within(problem.unary, problem.pairs, memory, live, limit, scopes)
     except DoesNotFit as error:
-        raise TooLarge(problem, budget, limit) from error
+        raise TooLarge(problem, held, limit) from error
     best = Solution(found.choice, found.total, found.lower)
     if best.lower < best.total:
-        for template in templates(problem):
-            if template.total < best.total and budget.peak(template.choice) <= limit:
-                best = Solution(template.choice, template.total, found.lower)
+        for level in LEVELS:
+            best = _cheaper(problem, held, limit, best, level)
     return best
 
 
-def templates(problem: Problem) -> Iterator[Solution]:
-    """The cheapest of what people would write by hand.
+def _cheaper(problem: Problem, held: Budget, limit: float, best: Solution, level: int) -> Solution:
+    """The cheaper of `best` and what people would write by hand, if it fits.
 
-    Each level of ZeRO, 0 is pure data parallel, with variables split over the other axes where
-    that is best, and nowhere.
+    That is a level of ZeRO, where 0 is pure data parallel, with variables split over other axes
+    wherever that is fastest; and if this does not fit, split over none.
     """
-    for level in LEVELS:
-        split = split_variables(problem.graph, level)
-        for whole in (False, True):
-            found = minimise(_pinned(problem, split, whole), problem.pairs)
-            if found.total < np.inf:
-                yield found
+    for whole in (False, True):
+        template = minimise(_pinned(problem, level, whole), problem.pairs)
+        if not template.total < best.total:
+            break  # what is split over none is among those of the other kind
+        if held.peak(template.choice) <= limit:
+            return Solution(template.choice, template.total, best.lower)
+    return best
 
 
-def _pinned(problem: Problem, split: set[str], whole: bool) -> list[Table]:
-    """Costs where only the named variables are split over `data`; if `whole`, all over no other."""
+def _pinned(problem: Problem, level: int, whole: bool) -> list[Table]:
+    """Costs where a level of ZeRO says what is split over `data`; if `whole`, none over others."""
+    split = split_variables(problem.graph, level)
     costs = list(problem.unary)
     mesh = problem.choices.mesh
     for name, variable in problem.graph.variables.items():
@@ -142,42 +144,53 @@ def _pinned(problem: Problem, split: set[str], whole: bool) -> list[Table]:
     return costs
 
 
-def least_memory(problem: Problem, budget: Budget) -> tuple[int, ...]:
-    """Choices that hold little at their peak: the best of a few, whatever seconds they take.
+def least_memory(problem: Problem, held: Budget) -> tuple[int, ...]:
+    """Choices that hold little at their peak: the best of a few, almost whatever they take.
 
-    What is held at the peaks of those before has a price; the more often it was one, the higher.
+    What is held at the peaks of those before has a price, the higher the more often it was one.
     """
-    live = Intervals(budget)
-    zero = [np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.unary]
-    forbidden = {pair: np.where(np.isfinite(t), 0.0, np.inf) for pair, t in problem.pairs.items()}
-    largest = np.array([held.nbytes.max() for held in budget.held])
-    price = np.zeros(len(budget.held))
-    price[live.members(int(live.used(largest).argmax()))] = 1.0
-    found: list[tuple[float, tuple[int, ...]]] = []
+    live = Intervals(held)
+    free = minimise(problem.unary, problem.pairs)
+    used = live.used(held.bytes_at(free.choice))
+    found = [(float(used.max()), free.choice)]
+    unit = _DEAR * abs(free.total) / max(used.max(), 1.0)
+    price = np.zeros(len(held.held))
     for _ in range(_SEARCHED):
-        costs, pairs = list(zero), dict(forbidden)
-        for member in np.flatnonzero(price).tolist():
-            held = budget.held[member]
-            priced = held.nbytes * price[member]
-            if len(held.scope) == 1:
-                costs[held.scope[0]] = costs[held.scope[0]] + priced
-            else:
-                a, b = held.scope
-                pairs[a, b] = pairs[a, b] + priced
-        choice = minimise(costs, pairs).choice
-        used = live.used(np.array([held.bytes_of(choice) for held in budget.held]))
+        price[live.members(int(used.argmax()))] += unit
+        choice = minimise(*_with_prices(problem, held, price)).choice
+        used = live.used(held.bytes_at(choice))
         found.append((float(used.max()), choice))
-        price[live.members(int(used.argmax()))] += 1.0
     return min(found)[1]
+
+
+def _with_prices(problem: Problem, held: Budget, price: Table) -> tuple[list[Table], Pairs]:
+    """The costs of a problem, with a price for each byte of what is held."""
+    costs, pairs = list(problem.unary), dict(problem.pairs)
+    for member in np.flatnonzero(price).tolist():
+        one = held.held[member]
+        priced = one.nbytes * price[member]
+        if len(one.scope) == 1:
+            costs[one.scope[0]] = costs[one.scope[0]] + priced
+        else:
+            a, b = one.scope
+            pairs[a, b] = pairs[a, b] + priced
+    return costs, pairs
+
+
+def held_bytes(placed: Placed) -> float:
+    """What a rank holds at the peak, as a limit counts it."""
+    zero = placed.limit.zero if placed.limit else 0
+    held = budget(placed.problem, scatter=zero > 1, again=zero > 2)
+    return held.peak(placed.choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[T]):
-    """Something that was planned: the bytes of its arena, and of them those of a budget."""
+    """Something that was planned: the bytes of its arena, and how many a budget counts of them."""
 
     made: T
     nbytes: int
-    counted: float
+    counted: Callable[[], float]
 
 
 def within(
@@ -190,7 +203,7 @@ def within(
     """
     if free.nbytes <= limit:
         return free
-    ratio = min(free.counted / free.nbytes, 1.0)
+    ratio = min(free.counted() / free.nbytes, 1.0)
     failed: TooLarge | None = None
     for kind in limits:
         aimed = limit * ratio

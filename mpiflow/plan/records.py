@@ -221,6 +221,20 @@ class UserOp:
 
 
 @dataclass(frozen=True, slots=True)
+class Layouts:
+    """How good the layouts of a training step are, and how many bytes they had to fit into.
+
+    `seconds` are what the compiler adds up for them, without what overlaps; any others that fit
+    save the share `gap` of that at most, which is 0 where these are proven to be the best. `limit`
+    is 0 where memory was not limited.
+    """
+
+    seconds: float = 0.0
+    gap: float = 0.0
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that any rank has to do. A value: the same job gives the same plan.
 
@@ -229,7 +243,8 @@ class Plan:
     `arenas` gives the bytes of each arena; `process_bytes` the predicted memory of the process.
     `notes` are remarks for the user. `ops` are those of the user's own, whose code is not here.
     `first` is what fills variables when a new run begins. `overlap` is whether collectives are
-    taken to progress while ranks compute; it changes predictions only.
+    taken to progress while ranks compute; it changes predictions only. `layouts` says how good
+    those of the training step are.
     """
 
     job: str
@@ -251,6 +266,7 @@ class Plan:
     ops: tuple[UserOp, ...] = ()
     first: FirstValues = NOTHING
     overlap: bool = True
+    layouts: Layouts = Layouts()
     format: int = FORMAT
 
     def program(self, name: str) -> Program | None:

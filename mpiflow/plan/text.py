@@ -8,7 +8,7 @@ from math import floor, prod
 from typing import Any
 
 from mpiflow.graph.sbp import layout_text
-from mpiflow.plan.records import DataSet, Plan, Program, Register, Task
+from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Task
 from mpiflow.plan.simulator import Simulation, simulate
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.store import canonical, content_digest, program_digest
@@ -68,6 +68,11 @@ def summary(plan: Plan) -> dict[str, Any]:
             "process_bytes": plan.process_bytes,
             "bytes_sent": bytes_sent(plan, train) if train else 0,
         },
+        "layouts": {
+            "seconds": plan.layouts.seconds,
+            "gap": plan.layouts.gap,
+            "memory_limit": plan.layouts.limit,
+        },
         "collectives": collectives(tasks, train.micro_batches if train else 1),
         "notes": list(plan.notes),
     }
@@ -112,11 +117,22 @@ def _header(plan: Plan) -> list[str]:
         ("numbers", f"{plan.numerics}, seed {plan.seed}, {figures['parameters']:,} parameters"),
         ("length", _length(plan)),
         ("step", f"{time_text(predicted['step_seconds'])} predicted"),
+        *((("layouts", layouts_text(plan.layouts)),) if plan.layouts.seconds else ()),
         ("memory", f"{arenas} arena, {size_text(plan.process_bytes)} in the whole process"),
         ("sent", f"{size_text(predicted['bytes_sent'])} a step, by the rank that sends most"),
         *(("note", note) for note in plan.notes),
     ]
     return [f"{name:<8} {text}" for name, text in rows]
+
+
+def layouts_text(layouts: Layouts) -> str:
+    """What the layouts of a step are predicted to take, and how good that is."""
+    text = f"{time_text(layouts.seconds)} predicted, without overlap; "
+    if layouts.gap:
+        text += f"at most {100 * layouts.gap:.2g} % above the best"
+    else:
+        text += "proven best"
+    return text + (f" within {size_text(layouts.limit)} of memory" if layouts.limit else "")
 
 
 def _length(plan: Plan) -> str:
