@@ -6,7 +6,7 @@ it matters. A kind that a plan has no room for (no fused collective, say) gives 
 
 import random
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from mpiflow.graph.sbp import B, P, Partial, S
 from mpiflow.plan.records import Plan, Task
@@ -339,7 +339,7 @@ def writing_in_evaluation(f):
 def wrong_layout(f):
     """An operand of a collective in another layout along the axis."""
     for _, task in f.collectives():
-        axis = f.plan.mesh_of(f.program).index(task.axis)
+        axis = f.plan.mesh_of(f.program).along(task.axis)[0]
         for name in (*task.inputs, *task.outputs):
             for sbp in (B, P, Partial("max"), S(0), S(1)):
                 layout = f.tensors[name].layout
@@ -359,10 +359,37 @@ def wrong_axis(f):
                 yield f"{task.name} on {axis}", [task.name], with_task(f.program, i, axis=axis)
 
 
-def wrong_collective(f):
+def moved_to_other_axes(f):
+    """A collective along other axes, in the stream of these: a group with other members."""
+    mesh = f.plan.mesh_of(f.program)
+    names = mesh.names[mesh.timed :]
+    sets = [",".join(c) for n in range(1, 4) for c in permutations(names, n)]
     for i, task in f.collectives():
-        for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_join"):
-            if op != task.op:
+        for axis in sets:
+            if axis != task.axis:
+                stream = f"comm.{axis}"
+                order = {s: tuple(j for j in t if j != i) for s, t in f.program.order}
+                order[stream] = tuple(sorted((*order.get(stream, ()), i)))
+                order = tuple((s, tasks) for s, tasks in order.items() if tasks)
+                moved = with_task(replace(f.program, order=order), i, axis=axis, stream=stream)
+                yield f"{task.name} along {axis}", [task.name], moved
+
+
+def small_workspace(f):
+    """Too little memory to pack what a collective moves."""
+    for i, task in f.collectives():
+        offset, nbytes = task.workspace
+        if nbytes:
+            new = with_task(f.program, i, workspace=(offset, nbytes - 1))
+            yield f"{task.name} packs into {nbytes - 1} bytes", [task.name], new
+
+
+def wrong_collective(f):
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "all_join")
+    for i, task in f.collectives():
+        for op in kinds:
+            # All that an all_to_all does is an exchange.
+            if op != task.op and (task.op, op) != ("all_to_all", "exchange"):
                 yield f"{task.name} is {op}", [task.name], with_task(f.program, i, op=op)
 
 
@@ -433,6 +460,7 @@ MUTATIONS = {
         over_a_variable, over_a_read_slot, live_workspace, removed_after, no_slots, beyond_arena,
         misaligned, wrong_bytes, missing_register, second_producer, late_reader,
         writing_in_evaluation, wrong_layout, wrong_axis, wrong_collective, wrong_attribute,
-        swapped_bucket, lost_alias, wrong_alias, bad_output, unread_read,
+        moved_to_other_axes, small_workspace, swapped_bucket, lost_alias, wrong_alias, bad_output,
+        unread_read,
     )
 }  # fmt: skip

@@ -165,6 +165,38 @@ def sharded():
     return m.plan([v], [init, train, evaluate], 356, (data_set(),))
 
 
+def flattened():
+    """Six ranks on two axes, of which every collective takes both; 5 rows over 2 x 3 parts."""
+    m = Maker("data=2,model=3")
+    v = m.variable("v", (6, 4), "S(0) S(0)", 0)
+    init = program("initialise", [], [compute("i0", "normal", "", "v")])
+    registers = [
+        m.tensor("x", (5, 4), "S(0) S(0)", 16, slots=3),
+        m.tensor("v.all", (6, 4), "B B", 64),
+        m.tensor("h", (5, 6), "S(0) S(1)", 160),
+        m.tensor("h.turned", (5, 6), "S(1) S(0)", 184),
+        m.tensor("g", (6, 4), "P P", 256),
+        m.tensor("g.part", (6, 4), "S(0) S(0)", 352),
+        m.tensor("l", (), "P P", 368),
+        m.tensor("l.all", (), "B B", 372),
+    ]
+    tasks = [
+        read("r0", "x"),
+        collective("c0", "all_gather", "data,model", "v", "v.all", attributes={"dim": 0}),
+        compute("t1", "matmul", "x v.all", "h"),
+        collective("c1", "exchange", "data,model", "h", "h.turned", workspace=(208, 48)),
+        compute("t2", "matmul", "x h.turned", "g"),
+        collective("c2", "reduce_scatter", "data,model", "g", "g.part",
+                   attributes={"dim": 0, "reduce": "sum"}),
+        compute("t3", "reduce_sum", "h.turned", "l"),
+        collective("c3", "all_reduce", "data,model", "l", "l.all", attributes={"reduce": "sum"}),
+        compute("t4", "sgd", "v g.part", "v"),
+    ]  # fmt: skip
+    train = program("train", registers, tasks, outputs=(Output("loss", "l.all", total=True),),
+                    data="train")  # fmt: skip
+    return m.plan([v], [init, train], 376, (data_set(),))
+
+
 def chain(length, streams=1):
     """`length` tasks of which each reads the one before, in two alternating buffers."""
     m = Maker("data=2")

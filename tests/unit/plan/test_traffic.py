@@ -5,7 +5,7 @@ from handmade import Maker, collective, compute, program
 from mpiflow.plan.traffic import bytes_sent, sent_by
 
 
-def mixed(mesh, rows, columns):
+def mixed(mesh, rows, columns, *, exchanges=True):
     """Every collective, with spans of unequal length on every axis."""
     m = Maker(mesh)
     gathered = ("a", "S(0) B", "b", "B B", "all_gather", "data")
@@ -19,6 +19,17 @@ def mixed(mesh, rows, columns):
     moves = [m for m in moves if m[3] != "S(1) S(1)"]
     moves.append(("k", "S(0) S(1)", "l", "S(0) S(0)", "all_to_all", "model"))
     registers, tasks = [], []
+    moves += [
+        ("m", "P P", "n", "S(0) S(0)", "reduce_scatter", "data,model"),
+        ("o", "P P", "p", "B B", "all_reduce", "data,model"),
+        ("q", "S(1) S(1)", "r", "B B", "all_gather", "data,model"),
+    ]
+    moves += exchanges * [
+        ("s", "S(0) S(1)", "t", "S(1) S(0)", "exchange", "data,model"),
+        ("u", "S(0) S(0)", "v", "B S(0)", "exchange", "data,model"),
+        ("w", "B S(0)", "x", "S(0) S(1)", "exchange", "model"),
+        ("y", "S(0) B", "z", "B S(0)", "exchange", "data"),
+    ]
     for i, (source, before, target, after, op, axis) in enumerate(moves):
         registers.append(m.tensor(source, (rows, columns), before, 0))
         registers.append(m.tensor(target, (rows, columns), after, 0))
@@ -48,5 +59,5 @@ def test_a_program_without_collectives_sends_nothing():
 
 
 def test_thousands_of_ranks_take_no_longer_to_count():
-    plan = mixed("data=4096,model=16", 70_001, 333)
+    plan = mixed("data=4096,model=16", 70_001, 333, exchanges=False)
     assert bytes_sent(plan, plan.program("train")) > 0

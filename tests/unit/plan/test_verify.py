@@ -11,7 +11,11 @@ from mpiflow.errors import VerifyError
 from mpiflow.plan.records import Output
 from mpiflow.plan.verify import verify
 
-PLANS = {"dense": handmade.dense(), "sharded": handmade.sharded()}
+PLANS = {
+    "dense": handmade.dense(),
+    "sharded": handmade.sharded(),
+    "flattened": handmade.flattened(),
+}
 
 
 def rejection(plan):
