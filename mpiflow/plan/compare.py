@@ -192,7 +192,19 @@ def _some(names: Sequence[str]) -> str:
 def _lines(groups: Sequence[Sequence[str]]) -> list[str]:
     lines: list[str] = []
     for group in groups:
-        lines += group[: _SHOWN + 1] if len(group) == _SHOWN + 1 else group[:_SHOWN]
+        shown = group if len(group) == _SHOWN + 1 else group[:_SHOWN]
+        lines += map(_short, shown)
         if len(group) > _SHOWN + 1:
             lines.append(f"... and {len(group) - _SHOWN} more of this kind (all with --json)")
     return lines
+
+
+def _short(line: str) -> str:
+    """A line without the middle of each value, where they are long lists."""
+    if len(line) <= 2 * _WIDTH:
+        return line
+    sides = line.split(" -> ", 1)
+    room = 2 * _WIDTH // len(sides) - 4
+    half = room // 2 - 3
+    cut = (side if len(side) <= room else f"{side[:half]} ... {side[-half:]}" for side in sides)
+    return " -> ".join(cut)
