@@ -123,6 +123,21 @@ def test_check_and_diff_give_one_object(json_of):
     assert any("width" in line or "5" in line for line in differs["differences"])
 
 
+def test_an_explanation_and_a_diff_say_the_same_in_json_and_in_text(call, json_of):
+    plan = ("plan", "job.py", "--ranks", 2, "-o", "a.plan", "--explain", "dense.weight")
+    code, out, _ = call(*plan)
+    assert (code, out.splitlines()[0]) == (0, "variable dense.weight of program train (job.py:10)")
+    code, explained = json_of(*plan)
+    assert (code, explained["name"], explained["where"]) == (0, "dense.weight", "job.py:10")
+    assert [c["chosen"] for c in explained["candidates"]] == [True]
+    call("plan", "job.py", "--ranks", 2, "-o", "b.plan", "--zero", 1, "--set", "width=8")
+    code, out, _ = call("diff", "a.plan", "b.plan")
+    code, differs = json_of("diff", "a.plan", "b.plan")
+    for each in differs["breakdowns"]:
+        assert each["title"] in out
+        assert sum(item["change"] for item in each["items"]) == each["total"]["change"]
+
+
 def test_data_info_gives_one_object_and_fails_where_a_file_is_bad(json_of, folder):
     code, found = json_of("data", "info", "train-*.h5")
     assert (code, found["rows"], len(found["shards"])) == (0, 33, 2)
@@ -186,6 +201,12 @@ def test_what_a_job_file_prints_is_among_the_notes(json_of, folder):
         (["plan", "job.py", "--ranks", "2", "--data", "x"], 1, "no file matches 'train-*.h5' in "),
         (["plan", "job.py", "--ranks", "2", "--after", "x"], 2, "--after x: the steps are trace,"),
         (["plan", "job.py", "--ranks", "2", "-o", "train-000.h5/x"], 1, "train-000.h5"),
+        (["plan", "job.py", "--ranks", "2", "--explain", "dens"], 2, "the nearest are dense"),
+        (
+            ["plan", "job.py", "--ranks", "2", "--explain", "relu", "--after", "lower"],
+            2,
+            "give one of them",
+        ),
         (["simulate", "a.plan", "--set", "width=3"], 2, "--set changes a plan, and a.plan is one"),
         (["simulate", "a.plan", "--mesh", "data=2"], 2, "--mesh changes a plan"),
         (["simulate", "a.plan", "--program", "x"], 2, "--program x: the plan has initialise, "),
