@@ -15,15 +15,10 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
+from mpiflow.compiler.pack import Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
 from mpiflow.plan.records import COMPUTE, READ, WRITE, Program, Register, Task, Variable
-
-ALIGNMENT = 64
-"""Bytes: a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ class Packed:
     lower_bound: int
 
     def __str__(self) -> str:
-        ratio = _align(self.nbytes) / max(self.lower_bound, 1)
+        ratio = align(self.nbytes) / max(self.lower_bound, 1)
         lines = [f"arena: {self.nbytes} bytes, {ratio:.3f} x the lower bound"]
         for program in self.programs:
             lines.append(f"  program {program.name}")
@@ -62,25 +57,26 @@ def plan_memory(variables: tuple[Variable, ...], programs: tuple[Program, ...]) 
     placed = []
     for variable in variables:
         placed.append(replace(variable, offset=cursor))
-        cursor = _align(cursor + variable.nbytes)
+        cursor = align(cursor + variable.nbytes)
     lasting: list[dict[str, int]] = []
     for program in programs:
         offsets = {}
         for register in _lasting(program):
             offsets[register.name] = cursor
-            cursor = _align(cursor + register.nbytes * register.slots)
+            cursor = align(cursor + register.nbytes * register.slots)
         lasting.append(offsets)
-    bound = cursor
+    names = {v.name for v in variables}
+    programs = tuple(share_inputs(program, names) for program in programs)
+    blocks = [blocks_of(p, set(offsets)) for p, offsets in zip(programs, lasting, strict=True)]
+    buffers = [[Buffer(b.nbytes, b.start, b.stop) for b in each] for each in blocks]
+    least = max((lower_bound(each) for each in buffers), default=0)
     finished = []
-    for program, offsets in zip(programs, lasting, strict=True):
-        program = share_inputs(program, {v.name for v in variables})
-        blocks = blocks_of(program, set(offsets))
-        places, least = pack(blocks)
-        for block, place in zip(blocks, places, strict=True):
+    for program, offsets, mine, each in zip(programs, lasting, blocks, buffers, strict=True):
+        # Programs use this memory one after another: none need be below what another needs.
+        for block, place in zip(mine, pack(each, enough=least).offsets, strict=True):
             offsets.update((name, cursor + place + inner) for name, inner in block.parts)
         finished.append(_with_offsets(program, offsets))
-        bound = max(bound, cursor + least)
-    return Packed(tuple(placed), tuple(finished), _top(placed, finished), bound)
+    return Packed(tuple(placed), tuple(finished), _top(placed, finished), cursor + least)
 
 
 def _top(variables: list[Variable], programs: list[Program]) -> int:
@@ -260,67 +256,3 @@ def _block(
         offset += registers[member].nbytes
     starts, stops = zip(*(life[member] for member in members), strict=True)
     return Block(tuple(parts), offset, min(starts), max(stops))
-
-
-def pack(blocks: list[Block]) -> tuple[list[int], int]:
-    """Offsets that keep blocks apart that live at once, and the lower bound of the size.
-
-    Greedy best fit in several orders, the best kept (a portfolio, after TFLite and XLA).
-    """
-    bound = _largest_live_set(blocks)
-    orders = (
-        lambda b: (-b.nbytes, b.start),
-        lambda b: (-b.nbytes * (b.stop - b.start + 1), b.start),
-        lambda b: (b.start - b.stop, -b.nbytes),
-        lambda b: (b.start, -b.nbytes),
-    )
-    best: tuple[list[int], int] | None = None
-    for order in orders:
-        ranked = sorted(range(len(blocks)), key=lambda i: (order(blocks[i]), i))
-        places, used = _place(blocks, ranked)
-        if best is None or used < best[1]:
-            best = places, used
-        if best[1] == bound:
-            break
-    assert best is not None
-    return best[0], bound
-
-
-def _place(blocks: list[Block], ranked: list[int]) -> tuple[list[int], int]:
-    """The offset of each block, placed one after another in the order `ranked`, and the size."""
-    places = [0] * len(blocks)
-    # What is placed, by offset: where it begins and ends, the first and last time it lives.
-    placed = np.zeros((4, len(blocks)), np.int64)
-    for count, i in enumerate(ranked):
-        block, size = blocks[i], _align(blocks[i].nbytes)
-        begins, ends, starts, stops = placed[:, :count]
-        near = (starts <= block.stop) & (stops >= block.start)
-        places[i] = place = _best_gap(begins[near], ends[near], size)
-        row = begins.searchsorted(place)
-        placed[:, row + 1 : count + 1] = placed[:, row:count]
-        placed[:, row] = place, place + size, block.start, block.stop
-    return places, int(placed[1].max(initial=0))
-
-
-def _best_gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> int:
-    """The start of the smallest gap that is large enough, else the first free byte above."""
-    cursors = np.maximum.accumulate(np.concatenate(([0], ends)))
-    gaps = begins - cursors[:-1]
-    fitting = np.flatnonzero(gaps >= size)
-    return int(cursors[fitting[gaps[fitting].argmin()] if fitting.size else -1])
-
-
-def _largest_live_set(blocks: list[Block]) -> int:
-    changes: dict[int, int] = {}
-    for block in blocks:
-        changes[block.start] = changes.get(block.start, 0) + _align(block.nbytes)
-        changes[block.stop + 1] = changes.get(block.stop + 1, 0) - _align(block.nbytes)
-    live = largest = 0
-    for time in sorted(changes):
-        live += changes[time]
-        largest = max(largest, live)
-    return largest
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

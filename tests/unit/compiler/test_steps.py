@@ -14,7 +14,7 @@ from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.build import Builder
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.machine import Link, find_machine
-from mpiflow.compiler.memory import Block, blocks_of, pack, plan_memory
+from mpiflow.compiler.memory import blocks_of, plan_memory
 from mpiflow.compiler.order import in_order
 from mpiflow.compiler.schedule import schedule
 from mpiflow.graph.mesh import parse_mesh
@@ -186,32 +186,6 @@ def test_tasks_are_put_in_order_where_they_stand_before_what_they_need():
              [("a", "c"), ("b", ""), ("c", "d"), ("d", "b")]]  # fmt: skip
     ordered = in_order(Program("train", 1, (), tuple(tasks), ()))
     assert [t.name for t in ordered.tasks] == ["b", "d", "c", "a"]
-
-
-def random_blocks(seed):
-    draw = random.Random(seed)
-    blocks = []
-    for i in range(draw.randint(1, 60)):
-        start = draw.randint(0, 50)
-        stop = start + draw.choice([0, 1, 5, 20])
-        blocks.append(Block(((f"r{i}", 0),), draw.choice([1, 64, 100, 4096, 5000]), start, stop))
-    return blocks
-
-
-@pytest.mark.parametrize("seeds", [range(150)], ids=str)
-def test_blocks_that_live_at_once_never_overlap(seeds):
-    ratios = []
-    for seed in seeds:
-        blocks = random_blocks(seed)
-        places, bound = pack(blocks)
-        for (a, x), (b, y) in combinations(zip(places, blocks, strict=True), 2):
-            if x.start <= y.stop and y.start <= x.stop:
-                assert a + x.nbytes <= b or b + y.nbytes <= a
-        top = max(a + x.nbytes for a, x in zip(places, blocks, strict=True))
-        assert all(place % 64 == 0 for place in places)
-        ratios.append(top / bound)
-    assert max(ratios) < 1.4
-    assert sum(ratios) / len(ratios) < 1.05
 
 
 def test_the_memory_of_the_digits_is_near_the_lower_bound():
