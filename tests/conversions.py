@@ -10,12 +10,14 @@ from op_harness import join, parts
 from mpiflow.compiler import boxing
 from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.build import Builder
+from mpiflow.compiler.lower import in_phases
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.memory import plan_memory
 from mpiflow.compiler.schedule import schedule
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder
 from mpiflow.exec.device import Cpu
+from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, P, Partial, S, layout_text
 from mpiflow.ops import Fill
 from mpiflow.ops.reduction import ReduceSum
@@ -47,28 +49,35 @@ class Case:
 
 
 def conversion(source, targets, shape, dtype, mesh):
-    """A plan of one program: make the source, convert it, use the targets."""
-    build = Builder(mesh, MACHINE)
+    """A plan of one program: make the source, convert it, use the targets; in a loop if in time."""
+    build = Builder(mesh, MACHINE, loop=1, loops=1) if mesh.timed else Builder(mesh, MACHINE)
     made = build.register("source", shape, dtype, source)
     build.compute("make", Fill(shape, 1, dtype), [], [made], "test.py:1")
     names, outputs = {}, []
     for i, target in enumerate(targets):
         converted = build.convert(made, target, "test.py:2")
         names[converted.name] = target
-        scalar = build.register(f"scalar{i}", (), dtype, (B,) * len(mesh.axes))
+        everywhere = (B,) * len(mesh.axes)
+        summed = (P, *everywhere[1:]) if mesh.timed else everywhere
+        scalar = build.register(f"scalar{i}", (), dtype, summed)
         every = tuple(range(len(shape)))
         build.compute(f"use{i}", ReduceSum(every), [converted], [scalar], "test.py:3")
-        outputs.append(Output(f"value{i}", scalar.name))
+        value = build.convert(scalar, everywhere, "test.py:4")
+        outputs.append(Output(f"value{i}", value.name))
     registers = tuple(build.registers.values())
-    program = Program("evaluate", 1, registers, tuple(build.tasks), (), tuple(outputs))
+    program = Program("evaluate", mesh.micro_batches, registers, tuple(build.tasks), (),
+                      tuple(outputs), micro_batches=mesh.micro_batches)  # fmt: skip
+    program = in_phases(program) if mesh.timed else program
     program = schedule(bucket(program, mesh, MACHINE))
     packed = plan_memory((), (program,))
     initialise = Program("initialise", 0, (), (), ())
     plan = replace(
-        classifier_plan("data=1"), mesh=mesh, variables=(), data=(),
+        classifier_plan("data=1"), mesh=Mesh(mesh.axes[mesh.timed :]), variables=(), data=(),
         arenas=(("host", packed.nbytes),), programs=(initialise, *packed.programs),
     )  # fmt: skip
     verify(plan)
+    if mesh.timed:
+        names = {f"{n}#{i}": x for n, x in names.items() for i in range(mesh.micro_batches)}
     return plan, names
 
 
@@ -96,28 +105,34 @@ def execute(transport, groups, case):
     program = plan.program("evaluate")
     arena = Arena(Cpu(), dict(plan.arenas)["host"])
     arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
-    binder = Binder(
-        program, plan.tensors(program), plan.slice(transport.rank), arena, groups, lambda: None
-    )
+    rank = plan.slice(transport.rank, program)
+    binder = Binder(program, plan.tensors(program), rank, arena, groups, lambda: None)
     views = binder.views(0)
-    step = binder.step(0, lambda: None, lambda: None)
-    np.copyto(views["source"], case.held[plan.mesh.coordinates(transport.rank)])
+    step = binder.step(0, lambda _: None, lambda: None)
     before = sum(group.sent for group in groups.values())
     found = {}
     for task, call in zip(step.tasks, step.calls, strict=True):
         if task.name.startswith("use"):
             found[task.inputs[0]] = views[task.inputs[0]].copy()
-        elif task.name != "make":
+        elif task.name.startswith("make"):
+            where = rank.mesh.coordinates(transport.rank, task.micro)
+            np.copyto(views[task.outputs[0]], case.held[where])
+        elif not task.name.startswith("scalar"):
             call()
     return found, sum(group.sent for group in groups.values()) - before
 
 
 def check(case, whole, results):
     """The targets of a case join to the whole; `results` are those of `execute`, by rank."""
-    mesh = case.plan.mesh
+    mesh = case.plan.mesh_of(case.plan.program("evaluate"))
     for name, target in case.targets.items():
         what = f"{whole.shape} {layout_text(case.source)} to {layout_text(target)} on {mesh}"
-        held = {mesh.coordinates(rank): found[name] for rank, (found, _) in enumerate(results)}
+        base, _, micro = name.partition("#")
+        held = {
+            mesh.coordinates(rank, int(turn or 0)): found[f"{base}#{turn}" if turn else base]
+            for turn in (map(str, range(mesh.micro_batches)) if micro else ("",))
+            for rank, (found, _) in enumerate(results)
+        }
         joined = join(held, whole.shape, whole.dtype.name, target, mesh.sizes)
         np.testing.assert_allclose(joined, whole, rtol=1e-12, atol=1e-12, err_msg=what)
     sent = max(nbytes for _, nbytes in results)

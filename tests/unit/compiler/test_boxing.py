@@ -79,6 +79,14 @@ def test_pairs_of_layouts_on_larger_meshes(mesh, shape):
     check_groups(groups, shape, "float64", mesh)
 
 
+@pytest.mark.ranks(4)
+def test_pairs_of_layouts_are_converted_for_each_micro_batch():
+    mesh = parse_mesh("data=2,model=2")
+    found = [(S(0), *layout) for layout in layouts(mesh, (10, 3), more=())]
+    groups = [(source, found) for source in found[::3]]
+    check_groups(groups, (10, 3), "float64", mesh.in_time(2))
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("shape", [(12, 4), (20, 2), (4, 4)], ids=str)
 def test_spans_in_units_convert_to_and_from_every_layout(shape):
