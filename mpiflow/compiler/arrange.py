@@ -16,7 +16,7 @@ from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.machine import Machine
-from mpiflow.compiler.prefetch import put_off
+from mpiflow.compiler.pace import pace
 from mpiflow.compiler.schedule import schedule
 from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
@@ -64,7 +64,7 @@ def arrange(
     observe("fuse", program.name, program)
     program = bucket(program, target.mesh, target.machine, variables.values())
     observe("bucket", program.name, program)
-    program = put_off(program, variables.keys())
+    program = pace(program, variables.keys())
     program = schedule(program)
     observe("schedule", program.name, program)
     tasks = (

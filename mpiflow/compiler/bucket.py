@@ -17,7 +17,7 @@ from typing import Any
 from mpiflow.compiler.cost import collective_seconds
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.order import in_order, pulled
-from mpiflow.compiler.prefetch import of_variables
+from mpiflow.compiler.pace import of_variables
 from mpiflow.graph.mesh import Mesh
 from mpiflow.plan.records import Program, Register, Task, Variable
 from mpiflow.plan.slice import parts_of
@@ -80,7 +80,7 @@ class _Fusing:
             or (t.op == "all_reduce" and self.registers[t.outputs[0]].aliases)
         }
         self.program = self._second_late()
-        return in_order(self._fused(self._buckets()))
+        return in_order(self._fused(self._buckets(_REDUCTIONS)))
 
     def weights(self) -> Program:
         """What is gathered of variables alone, where it is used and where it is used again."""
@@ -89,13 +89,13 @@ class _Fusing:
         self.candidates = {t.name: t for t in gathers}
         first = {t.inputs[0]: t.name for t in reversed(gathers)}
         again = {t.name for t in gathers if first[t.inputs[0]] != t.name}
-        return pulled(self._fused(self._buckets(again)))
+        return pulled(self._fused(self._buckets({"all_gather": "gather"}, again)))
 
     def updates(self) -> Program:
         """What is gathered into variables."""
         gathers = (t for t in self.program.tasks if t.op == "all_gather")
         self.candidates = {t.name: t for t in gathers if t.outputs[0] in self.variables}
-        return pulled(self._fused(self._buckets()))
+        return pulled(self._fused(self._buckets({"all_gather": "update"})))
 
     def _fused(self, buckets: list[_Bucket]) -> Program:
         """With one task for the members of each bucket, where the last of them was."""
@@ -136,7 +136,7 @@ class _Fusing:
 
         return replace(self.program, tasks=tuple(sorted(tasks, key=key)))
 
-    def _buckets(self, again: Set[str] = frozenset()) -> list[_Bucket]:
+    def _buckets(self, names: dict[str, str], again: Set[str] = frozenset()) -> list[_Bucket]:
         """The candidates in buckets, each in the newest of its kind that is neither full nor due.
 
         A kind is also for whom: the final results of all members have one deadline, so none waits
@@ -171,7 +171,7 @@ class _Fusing:
                 or found.deadline <= position
                 or (whole and found.place + 1 != place)
             ):
-                name = f"{_NAMES[task.op]}.{task.axis}.{len(buckets)}"
+                name = f"{names[task.op]}.{task.axis}.{len(buckets)}"
                 found = _Bucket(name, deadlines[position])
                 buckets.append(found)
                 if nbytes < limit or whole:
@@ -237,7 +237,8 @@ class _Fusing:
         return sum(self.registers[parts_of(t)[0]].nbytes for t in group.tasks)
 
 
-_NAMES = {"all_reduce": "bucket", "reduce_scatter": "scatter", "all_gather": "gather"}
+_REDUCTIONS = {"all_reduce": "bucket", "reduce_scatter": "scatter"}
+"""How buckets of them are called."""
 
 
 def bucket_bytes(op: str, total: int, compute: float, mesh: Mesh, machine: Machine) -> int:

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 from graphlib import TopologicalSorter
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from mpiflow.plan.records import Program, Task
 
 
 def in_order(program: Program) -> Program:
-    """With the tasks in topological order again, phase by phase, otherwise as they stood."""
-    needs = program.needs()
-    waiting = list(program.tasks)
-    ordered: dict[str, Task] = {}
-    while waiting:
-        rest = []
-        for task in waiting:
-            if all(name in ordered for name in needs[task.name]):
-                ordered[task.name] = task
-            else:
-                rest.append(task)
-        assert len(rest) < len(waiting), f"the tasks of {program.name} make a circle"
-        waiting = rest
-    return replace(program, tasks=tuple(sorted(ordered.values(), key=attrgetter("phase"))))
+    """With the tasks in topological order again, phase by phase, otherwise as they stood.
+
+    What had stood too early comes as soon as what it needs is there.
+    """
+    tasks = program.tasks
+    index = {task.name: i for i, task in enumerate(tasks)}
+    followers: list[list[int]] = [[] for _ in tasks]
+    missing = []
+    for i, needs in enumerate(program.needs().values()):
+        missing.append(len(needs))
+        for name in needs:
+            followers[index[name]].append(i)
+    ready = [(task.phase, i) for i, task in enumerate(tasks) if not missing[i]]
+    heapify(ready)
+    ordered: list[Task] = []
+    while ready:
+        _, i = heappop(ready)
+        ordered.append(tasks[i])
+        for follower in followers[i]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heappush(ready, (tasks[follower].phase, follower))
+    assert len(ordered) == len(tasks), f"the tasks of {program.name} make a circle"
+    return replace(program, tasks=tuple(sorted(ordered, key=attrgetter("phase"))))
 
 
 def order_updates(tasks: list[Task], variables: set[str]) -> tuple[Task, ...]:
