@@ -235,6 +235,7 @@ class _Compiler:
 
     def _finish(self, graph: Graph, placed: Placed, packed: Packed) -> Plan:
         variables, programs, nbytes = packed.variables, packed.programs, packed.nbytes
+        self.notes += packed.notes
         train = self.data["train"]
         ops = user_ops(programs, self.folder)
         self._note_idle_ranks(programs)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
-from mpiflow.compiler.pack import Buffer, align, lower_bound, pack
+from mpiflow.compiler.pack import WORTH, Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
 from mpiflow.plan.records import COMPUTE, READ, WRITE, Program, Register, Task, Variable
@@ -39,6 +39,14 @@ class Packed:
     programs: tuple[Program, ...]
     nbytes: int
     lower_bound: int
+
+    @property
+    def notes(self) -> list[str]:
+        """What a plan says of it, where the arena is larger than it might be."""
+        over = self.nbytes - self.lower_bound
+        if over < max(WORTH, self.lower_bound // 1000):
+            return []
+        return [f"the arena is {over / self.lower_bound:.1%} above the largest live set"]
 
     def __str__(self) -> str:
         ratio = align(self.nbytes) / max(self.lower_bound, 1)

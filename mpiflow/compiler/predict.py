@@ -94,6 +94,7 @@ def compile_predict(
         data=(data,),
         settings=Settings(epochs=1, steps_per_epoch=ceil(data.rows / data.batch)),
         programs=packed.programs,
+        notes=tuple(packed.notes),
         ops=ops,
     )
     plan = priced(plan)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpiflow.compiler.memory import Packed
 from mpiflow.compiler.pack import Buffer, align, lower_bound, pack
 from mpiflow.compiler.tightfit import NODE, Boxes, fit
 
@@ -173,6 +174,14 @@ def test_buffers_beyond_the_reach_of_a_search_are_placed_by_orders():
     packing = pack(buffers, worth=0)
     check(buffers, packing)
     assert packing.nbytes < 1.2 * packing.lower_bound
+
+
+@pytest.mark.parametrize(
+    ("over", "notes"),
+    [(-60, []), (60_000, []), (140_000, ["the arena is 1.4% above the largest live set"])],
+)
+def test_a_plan_says_how_far_its_arena_is_above_the_largest_live_set(over, notes):
+    assert Packed((), (), 10_000_000 + over, 10_000_000).notes == notes
 
 
 @pytest.mark.parametrize("name", ["B", "D", "E"])
