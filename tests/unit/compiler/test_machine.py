@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from mpiflow.compiler.cost import (
     collective_seconds,
     compute_seconds,
+    exchange_seconds,
     formula_seconds,
     ideal_seconds,
     op_seconds,
@@ -193,9 +195,9 @@ def test_an_axis_stays_within_a_node_if_its_groups_do(mesh, devices, expected):
     assert [spread(mesh, (axis,), devices) for axis in range(len(mesh.axes))] == expected
 
 
-def nodes_of(mesh, axis, devices):
-    """How the groups of an axis lie, by listing them: the most nodes of one, its fullest node."""
-    groups = {mesh.group((axis,), rank) for rank in range(mesh.size)}
+def nodes_of(mesh, axes, devices):
+    """The most nodes on which a group along these axes lies, by listing the groups."""
+    groups = {mesh.group(axes, rank) for rank in range(mesh.size)}
     return max(len({rank // devices for rank in group}) for group in groups)
 
 
@@ -203,10 +205,11 @@ def nodes_of(mesh, axis, devices):
 @pytest.mark.parametrize("mesh", ["a=4,b=2", "a=3,b=2,c=2", "a=2,b=5", "a=12", "a=2,b=3,c=4"])
 def test_the_link_is_that_of_the_listed_groups(mesh, devices):
     mesh = parse_mesh(mesh)
-    for axis in range(len(mesh.axes)):
-        within, nodes = spread(mesh, (axis,), devices)
-        assert (nodes > 1) == (nodes_of(mesh, axis, devices) > 1)
-        assert within * nodes >= mesh.sizes[axis]
+    every = range(len(mesh.axes))
+    for axes in (c for n in every for c in combinations(every, n + 1)):
+        within, nodes = spread(mesh, axes, devices)
+        assert (nodes > 1) == (nodes_of(mesh, axes, devices) > 1), axes
+        assert within * nodes >= mesh.extent(axes)
 
 
 def test_the_axis_of_time_is_on_no_link():
@@ -278,6 +281,23 @@ def test_more_bytes_and_more_nodes_never_cost_less(kind, name):
     assert all(row == sorted(row) for row in prices)
     if kind != "all_to_all":  # where each rank's part shrinks with their number
         assert all(list(column) == sorted(column) for column in zip(*prices, strict=True))
+
+
+def test_several_axes_cost_what_one_of_as_many_ranks_does():
+    machine, apart, joint = find_machine("h100"), parse_mesh("a=4,b=8"), parse_mesh("a=32")
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        seconds = collective_seconds(machine, kind, 1 << 20, apart, (0, 1))
+        assert seconds == collective_seconds(machine, kind, 1 << 20, joint, (0,))
+
+
+def test_an_exchange_with_all_others_costs_what_an_all_to_all_does():
+    mesh, n = parse_mesh("data=4"), 1 << 20
+    for machine in (find_machine("cpu"), replace(site(), devices_per_node=8)):
+        seconds = collective_seconds(machine, "all_to_all", n, mesh, (0,))
+        sent = n * 3 // 16
+        assert exchange_seconds(machine, sent, 3, mesh, (0,)) == pytest.approx(seconds)
+        assert exchange_seconds(machine, sent, 1, mesh, (0,)) < seconds
+    assert exchange_seconds(find_machine("cpu"), 100, 1, parse_mesh("data=1"), (0,)) == 0.0
 
 
 def test_products_and_other_operations_have_rates_of_their_own():
