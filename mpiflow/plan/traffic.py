@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,22 +46,59 @@ def _most_sent(
     firings: list[tuple[Task, int]], tensors: dict[str, Register], mesh: Mesh
 ) -> list[tuple[Task, int]]:
     """Of collectives that fire so many times each, the bytes of the rank that sends most."""
-    places = [_places(mesh, task, tensors) for task, _ in firings]
-    joint = [sorted({0}.union(*(each[axis] for each in places))) for axis in range(len(mesh.axes))]
+    each = [_by_place(mesh, task, tensors) for task, _ in firings]
+    joint = [
+        sorted({0}.union(*(places[axis] for places, _ in each))) for axis in range(len(mesh.axes))
+    ]
     sent = np.zeros((len(firings), *map(len, joint)), np.int64)
-    for i, (task, times) in enumerate(firings):
-        known = np.array([
-            times * sent_by(RankPlan(mesh, mesh.rank(where), where), task, tensors)
-            for where in product(*places[i])
-        ]).reshape([*map(len, places[i])])  # fmt: skip
+    for i, (_, times) in enumerate(firings):
+        places, known = each[i]
         stretches = (
             np.searchsorted(own, every, side="right") - 1
-            for own, every in zip(places[i], joint, strict=True)
+            for own, every in zip(places, joint, strict=True)
         )
-        sent[i] = known[np.ix_(*stretches)]
+        sent[i] = times * known[np.ix_(*stretches)]
     flat = sent.reshape(len(firings), prod(map(len, joint)))
     most = flat[:, flat.sum(axis=0).argmax()]
     return [(task, int(nbytes)) for (task, _), nbytes in zip(firings, most, strict=True)]
+
+
+def _by_place(
+    mesh: Mesh, task: Task, tensors: dict[str, Register]
+) -> tuple[list[list[int]], NDArray[np.int64]]:
+    """Where stretches begin on each axis, and what a rank of each sends in one firing.
+
+    Collectives that are alike but for names and lines, those of repeated layers, share the answer.
+    """
+    names = tuple(dict.fromkeys((*task.inputs, *task.outputs)))
+    number = {name: str(i) for i, name in enumerate(names)}
+    registers = tuple(
+        Register(number[name], x.shape, x.dtype, x.layout, 0, x.nbytes, micro=x.micro)
+        for name in names for x in [tensors[name]]
+    )  # fmt: skip
+    inputs, outputs = (tuple(number[name] for name in x) for x in (task.inputs, task.outputs))
+    attributes = tuple(task.attributes.items())
+    return _by_place_once(mesh, task.op, task.axis, attributes, inputs, outputs, registers)
+
+
+@lru_cache(maxsize=4096)
+def _by_place_once(
+    mesh: Mesh,
+    op: str,
+    axis: str,
+    attributes: tuple[tuple[str, Any], ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    registers: tuple[Register, ...],
+) -> tuple[list[list[int]], NDArray[np.int64]]:
+    task = Task("", "collective", "", op, inputs, outputs, dict(attributes), axis)
+    tensors = {register.name: register for register in registers}
+    places = _places(mesh, task, tensors)
+    sent = np.array([
+        sent_by(RankPlan(mesh, mesh.rank(where), where), task, tensors)
+        for where in product(*places)
+    ])  # fmt: skip
+    return places, sent.reshape([*map(len, places)])
 
 
 def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
