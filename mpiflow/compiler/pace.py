@@ -59,57 +59,51 @@ def _put_off(program: Program, stored: set[str]) -> _Extra:
     That is, just before the last one's is used. What such a gather needs waits as long as it does,
     and what a kernel makes of variables alone until just before it is used.
     """
-    uses = _first_uses(program, stored)
+    tasks, uses = program.tasks, _first_uses(program, stored)
     before = _computed_before(program, stored)
-    gathers = sorted(
-        (uses[t.name], i)
-        for i, t in enumerate(program.tasks)
-        if t.kind == "collective" and t.name in uses
-    )
-    places = {use: before[use] for use, _ in gathers}  # of each that is used: when, in that order
-    earlier = dict(zip([*places][1:], places.values(), strict=False))
-    waits: dict[str, Task | None] = {
-        program.tasks[i].name: earlier.get(use) for use, i in gathers
-    }  # fmt: skip
-    made = {name: task.name for task in program.tasks for name in task.outputs}
-    for task in reversed(program.tasks):
-        if task.name not in uses:
-            continue
-        wait = waits.setdefault(task.name, before[uses[task.name]])
-        for name in task.inputs:
-            waits.setdefault(made.get(name, ""), wait)
-    phases = {task.name: task.phase for task in program.tasks}
+    gathered = sorted({uses[t.name] for t in tasks if t.kind == "collective" and t.name in uses})
+    earlier = {use: before[last] for last, use in pairwise(gathered)}
+    waits: dict[str, int] = {}  # the place of what a task waits for, -1 for nothing
+    needed: dict[str, int] = {}  # by register: no later than what waits for it
+    for task in reversed(tasks):
+        if task.name in uses:
+            use = uses[task.name]
+            own = earlier.get(use, -1) if task.kind == "collective" else before[use]
+            wait = min((own, *(needed[name] for name in task.outputs if name in needed)))
+            waits[task.name] = wait
+            for name in task.inputs:
+                needed[name] = min(wait, needed.get(name, wait))
     return {
-        name: wait.name
-        for name, wait in waits.items()
-        if wait is not None and phases.get(name) == wait.phase
+        task.name: tasks[waits[task.name]].name
+        for task in tasks
+        if waits.get(task.name, -1) >= 0 and tasks[waits[task.name]].phase == task.phase
     }
 
 
 def _first_uses(program: Program, stored: set[str]) -> dict[str, int]:
     """Of each of these tasks that is used: the place of the first other that needs it."""
-    needed: dict[str, int] = {}  # by register
+    needed: dict[str, int] = {}  # by register, or by task where others are after it
     found: dict[str, int] = {}
     for i, task in reversed(list(enumerate(program.tasks))):
         place = i
         if task.name in stored:
-            uses = [needed[name] for name in task.outputs if name in needed]
+            uses = [needed[name] for name in (*task.outputs, task.name) if name in needed]
             if not uses:
                 continue
             found[task.name] = place = min(uses)
-        for name in task.inputs:
+        for name in (*task.inputs, *task.after):
             needed[name] = min(place, needed.get(name, place))
     return found
 
 
-def _computed_before(program: Program, stored: set[str]) -> list[Task | None]:
-    """By place in the program: the last compute task before it that is none of these."""
-    found: list[Task | None] = []
-    last = None
-    for task in program.tasks:
+def _computed_before(program: Program, stored: set[str]) -> list[int]:
+    """By place in the program: that of the last compute task before it that is none of these."""
+    found: list[int] = []
+    last = -1
+    for i, task in enumerate(program.tasks):
         found.append(last)
         if task.kind == "compute" and task.name not in stored:
-            last = task
+            last = i
     return found
 
 
