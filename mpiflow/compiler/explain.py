@@ -23,8 +23,8 @@ from mpiflow.compiler.signature import Edge, Placed, Problem
 from mpiflow.compiler.whatif import forced, without_hint
 from mpiflow.errors import CompileError, UsageError
 from mpiflow.graph.graph import Hint
-from mpiflow.graph.sbp import B, Layout, S
-from mpiflow.graph.tensor import Tensor
+from mpiflow.graph.sbp import B, Layout, Partial, S
+from mpiflow.graph.tensor import Tensor, is_narrow
 from mpiflow.plan.records import Register
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.traffic import firing_bytes
@@ -95,6 +95,7 @@ class _Explainer:
         self.tensors = [t for t, (i, _) in self.given.position.items() if i == index]
         first = self.given.first
         self.node = self.given.nodes[index - first] if index >= first else None
+        self.inputs = self.node.inputs if self.node else ()
         self.variable = None if self.node else self.graph.variables.get(self.tensors[0].name)
         self.picked = [
             domain[i] for domain, i in zip(self.given.domains, placed.choice, strict=True)
@@ -173,7 +174,19 @@ class _Explainer:
             total = forced(self.problem, self.index, choice, self.placed.limit).total
         except CompileError as error:
             return None, f"not solved: {error}"
-        return total, "" if total < inf else "nothing that the others can have goes with it"
+        return total, "" if total < inf else self._impossible(
+            self.problem.domains[self.index][choice]
+        )
+
+    def _impossible(self, choice: Choice) -> str:
+        """Why no choices of all others go with a candidate."""
+        pairs = zip((*self.inputs, *self.tensors), (*choice.inputs, *choice.outputs), strict=True)
+        if any(
+            is_narrow(t.dtype) and any(isinstance(x, Partial) for x in layout)
+            for t, layout in pairs
+        ):
+            return "parts in 16 bits are not added up, as each sum would be rounded"
+        return "nothing that the others can have goes with it"
 
     def _stuck(self, choice: int) -> str:
         """Why no choice of a neighbour goes with a candidate, if that is so."""

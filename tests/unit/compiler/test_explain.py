@@ -119,6 +119,17 @@ def test_a_candidate_costs_at_most_what_changing_it_alone_does():
             assert candidate.total <= (alone + candidate.kernels + candidate.conversions) * 1.000001
 
 
+def test_what_is_impossible_is_shown_with_the_reason():
+    placed = compiled("model=3", job(words, 24, 1, precision="float16"))
+    shown = explain(placed, "attend.qkv/add", HERE)
+    refused = {str(c.layouts): (c.total, c.remark) for c in shown.candidates if c.remark}
+    reason = "parts in 16 bits are not added up, as each sum would be rounded"
+    assert refused == {"P, P -> P": (inf, reason)}
+    assert "x impossible" in str(shown)
+    assert shown.candidates[-1].remark == reason
+    assert shown.plain()["candidates"][-1]["total_seconds"] is None
+
+
 def hinted(hint, on):
     """Two layers, with a hint on the first one's weight or on what it gives."""
 
