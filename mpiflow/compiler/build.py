@@ -10,6 +10,7 @@ from mpiflow.compiler import boxing
 from mpiflow.compiler.boxing import Hop, local_shape
 from mpiflow.compiler.cost import compute_bytes, op_seconds
 from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.owners import as_expected
 from mpiflow.graph.mesh import MICRO, Mesh
 from mpiflow.graph.op import REGISTRY, Op
 from mpiflow.graph.sbp import B, Layout, layout_text
@@ -60,8 +61,10 @@ class Builder:
         self, name: str, op: Op, inputs: list[Register], outputs: list[Register], where: str
     ) -> None:
         """A compute task, priced on its largest shard."""
-        shapes = [local_shape(r.shape, r.layout, self.mesh) for r in (*inputs, *outputs)]
-        ins, outs = tuple(shapes[: len(inputs)]), tuple(shapes[len(inputs) :])
+        given, made = (tuple(r.layout for r in x) for x in (inputs, outputs))
+        ins, outs = self._shapes(inputs, given), self._shapes(outputs, made)
+        expected = self._shapes([*inputs, *outputs], as_expected(op, given, made))
+        likely = expected[: len(ins)], expected[len(ins) :]
         dtypes = tuple(r.dtype for r in (*inputs, *outputs))
         self.add(
             Task(
@@ -73,13 +76,19 @@ class Builder:
                 outputs=tuple(r.name for r in outputs),
                 attributes=op.attributes(),
                 workspace=(0, op.workspace(ins, outs, dtypes[len(inputs)])),
-                flops=op.flops(ins, outs),
-                nbytes=compute_bytes(op, ins, outs, dtypes),
-                seconds=op_seconds(self.machine, op, ins, outs, dtypes),
+                flops=op.flops(*likely),
+                nbytes=compute_bytes(op, *likely, dtypes),
+                seconds=op_seconds(self.machine, op, *likely, dtypes),
                 where=where,
             ),
             *(r.layout for r in (*inputs, *outputs)),
         )
+
+    def _shapes(
+        self, registers: list[Register], layouts: tuple[Layout, ...]
+    ) -> tuple[tuple[int, ...], ...]:
+        pairs = zip(registers, layouts, strict=True)
+        return tuple(local_shape(r.shape, layout, self.mesh) for r, layout in pairs)
 
     def convert(self, source: Register, target: Layout, where: str, *, copy: str = "") -> Register:
         """The register that holds `source` in another layout; consumers share it.

@@ -16,6 +16,7 @@ from math import prod
 
 from mpiflow.compiler import boxing
 from mpiflow.compiler.microbatch import Timing
+from mpiflow.compiler.owners import are_owned, is_message, owner_axes
 from mpiflow.compiler.zero import of_variables
 from mpiflow.errors import CompileError, SbpError
 from mpiflow.graph.graph import Graph, Hint, Node, Variable
@@ -24,7 +25,8 @@ from mpiflow.graph.rule import Signature
 from mpiflow.graph.sbp import B, Layout, Partial, S, Sbp, layout_text
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.matmul import Linear
-from mpiflow.ops.rows import Lookup
+from mpiflow.ops.rows import Lookup, SumRows
+from mpiflow.ops.rowupdate import RowUpdate
 
 DATA = "data"
 
@@ -61,6 +63,7 @@ class Domains:
         self.graph, self.mesh, self.fixed, self.timing = graph, mesh, variables, timing
         self.split, self.free = split, free
         self.table_rows = table_rows(graph) | self._split_rows()
+        self.blocks = block_rows(graph)
         hints = [*graph.hints.values(), *(v.hint for v in graph.variables.values())]
         # A hint for all axes, or for this one, may ask for any split over it; so does ZeRO.
         self.hinted = bool(split) or any(
@@ -76,7 +79,9 @@ class Domains:
         return {
             variable.tensor.shape[0]
             for name, variable in self.graph.variables.items()
-            if name in self.fixed and self.fixed[name][axis] == S(0)
+            if name in self.fixed
+            for sbp in [self.fixed[name][axis]]
+            if isinstance(sbp, S) and sbp.dim == 0
         }
 
     def of_inputs(self) -> list[tuple[tuple[Tensor, ...], list[Choice]]]:
@@ -113,25 +118,30 @@ class Domains:
         per_axis: list[list[Sbp]] = []
         for axis, (name, size) in enumerate(self.mesh.axes):
             splits: list[Sbp] = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
+            blocks = [S(0, self.blocks[tensor])] if tensor in self.blocks else []
             if size == 1 or axis < self.mesh.timed:
                 per_axis.append([B])
             elif name != DATA or tensor.name in self.free:
-                per_axis.append([B, *splits])
+                per_axis.append([B, *splits, *blocks])
             elif tensor.name in self.split:
                 per_axis.append(splits or [B])
             else:
                 is_table = bool(tensor.shape) and tensor.shape[0] in self.table_rows
-                per_axis.append([B, S(0)] if is_table else [B])
+                per_axis.append([B, S(0), *blocks] if is_table else [B])
         layouts = [x for x in product(*per_axis) if boxing.is_legal(x, tensor.shape, self.mesh)]
-        return [Choice((), (layout,)) for layout in layouts]
+        layouts = [boxing.without_units(x, tensor.shape, self.mesh) for x in layouts]
+        return [Choice((), (layout,)) for layout in dict.fromkeys(layouts)]
 
     def of_node(self, node: Node) -> list[Choice]:
         """The combinations of a node's signatures on each axis that its tensors can have."""
-        signatures = node.op.signatures(
-            tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
-        )
+        shapes = tuple(t.shape for t in node.inputs)
+        signatures = node.op.signatures(shapes, tuple(t.dtype for t in node.inputs))
+        owned = node.op.by_owner(shapes) if self._rows_travel(node) else ()
         in_time = self.in_time(node)
-        per_axis = [self._on_axis(axis, node, signatures) for axis in range(len(self.mesh.axes))]
+        per_axis = [
+            (*self._on_axis(axis, node, signatures), *(owned if size > 1 else ()))
+            for axis, size in enumerate(self.mesh.sizes)
+        ]
         if in_time is not None:
             per_axis[0] = (in_time,)
         hint, wanted = self.graph.hints.get(node.outputs[0].name), None
@@ -158,6 +168,12 @@ class Domains:
                 f" hinted\n  {node.where}"
             )
         return domain
+
+    def _rows_travel(self, node: Node) -> bool:
+        """Whether rows may be sent to those that have them; not in a loop over micro-batches."""
+        given = (t.node for t in node.inputs if t.node is not None)
+        summed = any(isinstance(before.op, SumRows) for before in given)
+        return not self.mesh.timed and (summed or is_message(node.op))
 
     def in_time(self, node: Node) -> Signature | None:
         """What a node does on the axis of time."""
@@ -201,7 +217,10 @@ class Domains:
 
     def _is_legal(self, node: Node, choice: Choice) -> bool:
         pairs = zip((*node.inputs, *node.outputs), (*choice.inputs, *choice.outputs), strict=True)
-        return all(boxing.is_legal(layout, t.shape, self.mesh) for t, layout in pairs)
+        if not all(boxing.is_legal(layout, t.shape, self.mesh) for t, layout in pairs):
+            return False
+        axes = owner_axes(node, choice.inputs, choice.outputs)
+        return not axes or are_owned(node.op, axes, choice.inputs, choice.outputs)
 
 
 def of_weights(graph: Graph) -> set[Node]:
@@ -229,6 +248,17 @@ def hinted(hint: Hint, mesh: Mesh, tensor: Tensor, in_time: Sbp = B) -> Layout:
     return boxing.without_units(layout, tensor.shape, mesh)
 
 
+def block_rows(graph: Graph) -> dict[Tensor, int]:
+    """The rows of a block, by each table that is updated by rows in whole blocks."""
+    return {
+        tensor: node.op.block
+        for node in graph.nodes
+        if isinstance(node.op, RowUpdate) and node.op.block
+        for tensor in node.inputs
+        if tensor.shape == node.inputs[0].shape
+    }
+
+
 def table_rows(graph: Graph) -> set[int]:
     """The rows of tables that are larger than all that a step looks up or compares with them.
 
@@ -236,7 +266,8 @@ def table_rows(graph: Graph) -> set[int]:
     classes than rows in the batch. What a tensor is used for first says whether it is a table: the
     gradient of any layer is a product with its transposed weight.
     """
-    found, seen = set(), set()
+    found: set[int] = set()
+    seen: set[Tensor] = set()
     for node in graph.nodes:
         if isinstance(node.op, Lookup):
             table, vectors = node.inputs[0], prod(node.inputs[1].shape)

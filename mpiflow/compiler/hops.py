@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mpiflow.compiler.cost import collective_seconds, compute_seconds, exchange_seconds
 from mpiflow.compiler.machine import Machine
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import B, Broadcast, Layout, Partial, S, Sbp, box_shape, shard_box
+from mpiflow.graph.sbp import UNION, B, Broadcast, Layout, Partial, S, Sbp, box_shape, shard_box
 from mpiflow.graph.tensor import is_narrow
 from mpiflow.plan.exchange import exchange_axes
 from mpiflow.plan.slice import itemsize
@@ -86,6 +86,8 @@ def move(
 
 
 def _kind(a: Sbp, b: Sbp, dtype: str) -> str:
+    if UNION in (a, b):
+        return ""  # what an owner has of a list is of use for its rows alone
     match a, b:
         case S(), Broadcast():
             return "all_gather"

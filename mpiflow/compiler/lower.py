@@ -17,6 +17,8 @@ from mpiflow.compiler.limits import Limits, index_limits
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.order import in_order, order_updates
+from mpiflow.compiler.owners import owner_axes
+from mpiflow.compiler.rowtasks import fetch, send
 from mpiflow.compiler.signature import Placed
 from mpiflow.compiler.zero import is_backward, of_variables
 from mpiflow.graph.graph import Graph, Node
@@ -24,6 +26,8 @@ from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY
 from mpiflow.graph.sbp import B, Layout, S
 from mpiflow.graph.tensor import Tensor
+from mpiflow.ops.embedding import EmbeddingGrad
+from mpiflow.ops.rows import Lookup, SumRows
 from mpiflow.plan.records import (
     READ,
     WRITE,
@@ -199,8 +203,15 @@ class _Lowering:
             )
             self.values[tensor, self.build.loop] = made
             outputs.append(made)
+        axes = owner_axes(node, choice.inputs, choice.outputs)
+        if axes and isinstance(node.op, Lookup):
+            fetch(self.build, inputs, outputs[0], axes, node.where)
+            return
+        if axes and isinstance(node.op, SumRows | EmbeddingGrad):
+            inputs = send(self.build, inputs, node.op.rows, axes, node.where)
+        op = replace(node.op, clears=False) if axes and isinstance(node.op, SumRows) else node.op
         name = self.build.name(node.name, *layouts)
-        self.build.compute(name, node.op, inputs, outputs, node.where)
+        self.build.compute(name, op, inputs, outputs, node.where)
 
     def _update_target(
         self, node: Node, output: int, inputs: list[Register], layout: Layout

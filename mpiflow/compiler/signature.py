@@ -20,6 +20,13 @@ from mpiflow.compiler.elimination import Pairs, Solution, minimise
 from mpiflow.compiler.fit import Limit, cheapest_within
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
+from mpiflow.compiler.owners import (
+    as_computed,
+    as_expected,
+    is_message,
+    message_seconds,
+    owner_axes,
+)
 from mpiflow.compiler.zero import split_variables
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
@@ -202,15 +209,23 @@ class _Pricing:
         return self.timing is not None and bool(self.timing.loops[node])
 
     def _seconds(self, node: Node, choice: Choice) -> float:
-        inputs, outputs = (
-            tuple(
-                boxing.local_shape(t.shape, layout, self.mesh)
-                for t, layout in zip(tensors, layouts, strict=True)
-            )
-            for tensors, layouts in ((node.inputs, choice.inputs), (node.outputs, choice.outputs))
+        axes = owner_axes(node, choice.inputs, choice.outputs)
+        given = as_computed(node, choice.inputs, axes)
+        tensors = (*node.inputs, *node.outputs)
+        expected = as_expected(node.op, given, choice.outputs)
+        shapes = tuple(
+            boxing.local_shape(t.shape, layout, self.mesh)
+            for t, layout in zip(tensors, expected, strict=True)
         )
-        dtypes = tuple(t.dtype for t in (*node.inputs, *node.outputs))
-        return op_seconds(self.machine, node.op, inputs, outputs, dtypes)
+        inputs, outputs = shapes[: len(node.inputs)], shapes[len(node.inputs) :]
+        dtypes = tuple(t.dtype for t in tensors)
+        seconds = op_seconds(self.machine, node.op, inputs, outputs, dtypes)
+        if axes and is_message(node.op):
+            share = _EXPOSED if node in self.graph.updates else 1.0
+            seconds += message_seconds(
+                self.machine, node, choice.inputs, choice.outputs, self.mesh, axes, share
+            )
+        return seconds
 
     def _convert(self, tensor: Tensor, sources: list[Layout], targets: list[Layout]) -> Table:
         """Seconds to convert a tensor, by source and target."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from mpiflow.errors import PlanError
 from mpiflow.exec.arena import Arena
-from mpiflow.exec.collective import Collective, bind_collective
-from mpiflow.exec.transport import Group
+from mpiflow.exec.collective import bind_collective
+from mpiflow.exec.transport import Group, Message
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
 from mpiflow.plan.records import COMPUTE, READ, Program, Register, Task
@@ -162,7 +162,7 @@ class _Walk:
         for users in self.unused:
             for name in users:
                 self.uses.setdefault(name, []).append(users)
-        self.started: dict[str, list[tuple[Task, Collective]]] = {s: [] for s in self.queues}
+        self.started: dict[str, list[tuple[Task, Message]]] = {s: [] for s in self.queues}
         self.done: set[str] = set()
         self.calls: list[Call] = []
         self.tasks: list[Task] = []

@@ -13,9 +13,11 @@ import numpy as np
 
 from mpiflow.exec import packed
 from mpiflow.exec.arena import Arena
-from mpiflow.exec.transport import Group, Request
+from mpiflow.exec.rows import bind_rows
+from mpiflow.exec.transport import Group, Message, Request
 from mpiflow.graph.sbp import Box
 from mpiflow.plan.records import Register, Task
+from mpiflow.plan.rows import ROW_KINDS
 from mpiflow.plan.slice import RankPlan, reduced_elements
 
 Copy = tuple[np.ndarray, np.ndarray]
@@ -53,8 +55,10 @@ def bind_collective(
     views: dict[str, np.ndarray],
     arena: Arena,
     group: Group,
-) -> Collective:
+) -> Message:
     """Prepare a collective task on the views of its registers."""
+    if task.op in ROW_KINDS:
+        return bind_rows(task, rank, registers, views, arena, group)
     source, target = registers[task.inputs[0]], registers[task.outputs[0]]
     send, receive = views[source.name], views[target.name]
     if task.op == "all_reduce":

@@ -220,6 +220,8 @@ class MpiGroup(Group):
         ]
 
     def _all_to_all(self, call: Call) -> list[Piece]:
+        if call.once:
+            return self._exchange_once(call)
         return self._exchange(
             _parts(call.send, call.send_counts), _parts(call.receive, call.receive_counts)
         )
@@ -235,6 +237,26 @@ class MpiGroup(Group):
         ]
         sends = [
             self._persist(self._communicator.Send_init(self._buffer(part), peer))
+            for peer in others
+            for part in self._segments(send[peer])
+        ]
+        return [*receives, *sends, partial(self._copy, send[own], receive[own])]
+
+    def _exchange_once(self, call: Call) -> list[Piece]:
+        """As `_exchange`, without requests that last; nothing is sent where there is nothing."""
+        send, receive = (
+            _parts(call.send, call.send_counts),
+            _parts(call.receive, call.receive_counts),
+        )
+        own = self.index
+        others = [(own + step) % self.size for step in range(1, self.size)]
+        receives = [
+            partial(self._communicator.Irecv, self._buffer(part), peer)
+            for peer in reversed(others)
+            for part in self._segments(receive[peer])
+        ]
+        sends = [
+            partial(self._communicator.Isend, self._buffer(part), peer)
             for peer in others
             for part in self._segments(send[peer])
         ]

@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -81,9 +81,22 @@ class Request(ABC):
 Start = Callable[[], Request]
 
 
+class Message(Protocol):
+    """What a collective task does in a step: it is started, and later waited for."""
+
+    def start(self) -> None:
+        """Pack and begin."""
+
+    def wait(self, check: Check | None) -> None:
+        """Until it is over and unpacked."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective with its buffers, flat and contiguous; counts are in elements."""
+    """A collective with its buffers, flat and contiguous; counts are in elements.
+
+    One that is to be done `once` leaves nothing behind in the communicator.
+    """
 
     kind: str
     send: np.ndarray
@@ -91,6 +104,7 @@ class Call:
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     reduce: str = ""
+    once: bool = False
 
     def __str__(self) -> str:
         counts = ",".join(map(str, self.send_counts or self.receive_counts))
@@ -168,6 +182,18 @@ class Group(ABC):
         """Collective. Sends part j to member j, and receives one part from each, in order."""
         call = Call("all_to_all", send, receive, tuple(send_counts), tuple(receive_counts))
         return self._bound(call, call.send_counts)
+
+    def all_to_all_once(
+        self,
+        send: np.ndarray,
+        send_counts: Sequence[int],
+        receive: np.ndarray,
+        receive_counts: Sequence[int],
+    ) -> Request:
+        """Collective. As `bind_all_to_all`, of counts that are this exchange's own; starts it."""
+        counts = tuple(send_counts), tuple(receive_counts)
+        call = Call("all_to_all", send, receive, *counts, once=True)
+        return self._bound(call, call.send_counts)()
 
     def _bound(self, call: Call, counts: tuple[int, ...]) -> Start:
         self._validate(call)

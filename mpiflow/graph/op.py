@@ -104,6 +104,14 @@ class Op:
         sizes = rule.sizes(self.name, shapes, self.sizes())
         return rule.signatures(sizes, self.unsplittable(rule), self.groups(dtypes), self.reduce)
 
+    def by_owner(self, shapes: tuple[Shape, ...]) -> tuple[Signature, ...]:
+        """Signatures on one axis that take rows to and from the ranks that have them of a table.
+
+        They hold with a message of its own kind before the kernel, or instead of it; see
+        `compiler.owners`.
+        """
+        return ()
+
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         """Operations on local shapes."""
         rule = self.pattern(inputs)

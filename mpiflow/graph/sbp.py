@@ -2,7 +2,9 @@
 
     S(dim)   split      each rank holds one span of `dim`
     B        broadcast  each rank holds all of it
-    P        partial    the whole is the sum (or the maximum) of what the ranks hold
+    P        partial    the whole is the sum (or the maximum) of what the ranks hold; P(union): a
+                        list of entries, of which each rank holds those of the rows that it has of
+                        a table, with padding behind them
 
 A layout is one SBP per mesh axis, outermost axis first; where two axes split the same dim, the
 inner one splits the span that the outer one left.
@@ -41,7 +43,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The whole is the sum or the maximum over the ranks; write the sum `P`."""
+    """The whole is the sum, the maximum or the union over the ranks; write the sum `P`."""
 
     reduce: str = "sum"
 
@@ -55,8 +57,9 @@ Sbp = S | Broadcast | Partial
 Layout = tuple[Sbp, ...]
 B = Broadcast()
 P = Partial()
+UNION = Partial("union")
 
-_TEXT = re.compile(r"S\((\d+)(?:,unit=(\d+))?\)|B|P(?:\((sum|max)\))?")
+_TEXT = re.compile(r"S\((\d+)(?:,unit=(\d+))?\)|B|P(?:\((sum|max|union)\))?")
 
 
 def parse(text: str) -> Sbp:

@@ -6,7 +6,8 @@ from math import prod
 from typing import Any
 
 from mpiflow.graph.op import OUT, ShardView, op
-from mpiflow.graph.rule import Shape
+from mpiflow.graph.rule import Shape, Signature
+from mpiflow.graph.sbp import S
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal
 from mpiflow.ops.index import require_index
@@ -22,6 +23,9 @@ class Embedding(Lookup):
     rule = "v d, ... -> ... d"
     linear = ((0,),)
     indexes = ((1, 0, 0),)
+
+    def by_owner(self, shapes: tuple[Shape, ...]) -> tuple[Signature, ...]:
+        return (Signature((S(0), S(0)), (S(0),)),) if shapes[1] else ()
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return 9 * prod(inputs[1])
@@ -59,6 +63,9 @@ class EmbeddingGrad(RowGradient):
 
     def sizes(self) -> dict[str, int]:
         return {"v": self.rows}
+
+    def by_owner(self, shapes: tuple[Shape, ...]) -> tuple[Signature, ...]:
+        return (Signature((S(0), S(0)), (S(0),)),) if shapes[1] else ()
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         require_index(self, dtypes[1])

@@ -14,7 +14,7 @@ from typing import Any
 from mpiflow.errors import GraphError
 from mpiflow.graph.op import OUT, Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape, Signature
-from mpiflow.graph.sbp import B
+from mpiflow.graph.sbp import UNION, B, S
 from mpiflow.ops.base import Gradients, Tensors, apply, require_float
 from mpiflow.ops.index import require_index
 from mpiflow.ops.runs import run_bytes, runs, sum_runs
@@ -51,27 +51,34 @@ class RowGradient(Op):
 
 @op
 class SumRows(Op):
-    """values (n, d), ids (n,) -> the sum of the values of each row, and the ids of these sums.
+    """values (..., d), ids (...) -> the sum of the values of each row, and the ids of these sums.
 
-    Ids ascend, each there once. What is left of the n entries is zero, with the id `PADDING`, and
-    so are values whose ids lie outside of the table's `rows`.
+    Ids ascend, each there once. What is left of the entries is zero, with the id `PADDING`, and so
+    are values whose ids lie outside of the table's `rows`. Where `clears` is false, sums of padding
+    are not set.
     """
 
     rows: int
-    rule = "n d, n -> n d, n"
-    whole = "n"
+    clears: bool = True
+    rule = "... d, ... -> ... d, ..."
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
-        count = shapes[1][0] if shapes[1:] and shapes[1] else 0
+        count = prod(shapes[1])
         if self.rows.bit_length() + count.bit_length() > 63:
             raise GraphError(f"{self.name}: {count} ids of {self.rows} rows are too many to sort")
         return super().pattern(shapes)
+
+    def unsplittable(self, rule: Rule) -> frozenset[str]:
+        return frozenset(rule.letters) - {"d"}
 
     def signatures(
         self, shapes: tuple[Shape, ...], dtypes: tuple[str, ...]
     ) -> tuple[Signature, ...]:
         found = super().signatures(shapes, dtypes)  # the ids follow from the ids, whatever is split
         return tuple(replace(one, outputs=(one.outputs[0], B)) for one in found)
+
+    def by_owner(self, shapes: tuple[Shape, ...]) -> tuple[Signature, ...]:
+        return (Signature((S(0), S(0)), (UNION, UNION)),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         require_float(self, dtypes[:1])
@@ -85,7 +92,9 @@ class SumRows(Op):
         return run_bytes(inputs[0], dtype, lanes=3)
 
     def kernel(self, shard: ShardView, out: Any, values: Any, ids: Any) -> None:
-        xp, (sums, rows) = shard.xp, out
+        xp, count = shard.xp, ids.size
+        sums, values = (x.reshape(count, x.shape[-1]) for x in (out[0], values))
+        rows, ids = out[1].reshape(count), ids.reshape(count)
         done, last = 0, -1
         for target, block, lanes in runs(xp, shard.work, values, ids, 0, self.rows, lanes=3):
             if int(target[0]) == last:  # this run began in the block before
@@ -94,7 +103,8 @@ class SumRows(Op):
             starts = sum_runs(xp, target, block, sums[done:], lanes)
             xp.take(target, starts, out=rows[done : done + len(starts)], mode="clip")
             done, last = done + len(starts), int(target[-1])
-        sums[done:] = 0
+        if self.clears:
+            sums[done:] = 0
         rows[done:] = PADDING
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from mpiflow.errors import GraphError
 from mpiflow.graph.op import OUT, Op, ShardView, op
-from mpiflow.graph.rule import Rule, Shape
+from mpiflow.graph.rule import Rule, Shape, Signature
+from mpiflow.graph.sbp import UNION, B, S, Sbp
 from mpiflow.ops.base import require_float
 from mpiflow.ops.runs import BLOCK_ROWS, block_rows, block_size
 from mpiflow.ops.update import AdagradUpdate, AdamUpdate, Arrays, SgdUpdate, Update
@@ -53,6 +54,13 @@ class RowUpdate(Update):
 
     def unsplittable(self, rule: Rule) -> frozenset[str]:
         return frozenset({"n", "s", "k"})
+
+    def by_owner(self, shapes: tuple[Shape, ...]) -> tuple[Signature, ...]:
+        if self.block:
+            return ()
+        scalars: tuple[Sbp, ...] = (B,) * (self.scalars + self.clipped)
+        tables: tuple[Sbp, ...] = (S(0),) * self._states
+        return (Signature((S(0), UNION, UNION, *scalars, *tables), (S(0), *tables)),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         if dtypes[2] != "int64":

@@ -19,6 +19,7 @@ from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import S, unit_span
 from mpiflow.plan.exchange import copies
 from mpiflow.plan.records import Plan, Program, Register, Task
+from mpiflow.plan.rows import ROW_KINDS, most_sent
 from mpiflow.plan.slice import RankPlan, common, itemsize, reduced_elements
 from mpiflow.plan.volume import sent_elements
 
@@ -103,6 +104,8 @@ def _by_place_once(
 
 def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
     """Payload bytes that a rank sends in a collective; as `RankPlan.sent_bytes`, without peers."""
+    if task.op in ROW_KINDS:
+        return most_sent(rank, task, tensors)
     source, target = tensors[task.inputs[0]], tensors[task.outputs[0]]
     axes = rank.mesh.along(task.axis)
     pairs = [(tensors[a], tensors[b]) for a, b in zip(task.inputs, task.outputs, strict=True)]

@@ -22,6 +22,7 @@ from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Broadcast, Layout, Partial, S, Sbp, layout_text
 from mpiflow.plan.exchange import exchange_axes, staging_bytes
 from mpiflow.plan.records import Register, Task, Variable, communication_stream
+from mpiflow.plan.rows import ROW_KINDS, check_rows
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.volume import KINDS
 
@@ -89,8 +90,9 @@ def kind_of(tensor: Register) -> str:
 def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, context: str) -> None:
     """Stream, axis, operands and layouts of a collective agree with each other."""
     what = f"{context}: {label(task)}"
-    if task.op not in KINDS:
-        raise VerifyError(f"{what}: {task.op!r} is no collective; known are {', '.join(KINDS)}")
+    if task.op not in (*KINDS, *ROW_KINDS):
+        known = ", ".join((*KINDS, *ROW_KINDS))
+        raise VerifyError(f"{what}: {task.op!r} is no collective; known are {known}")
     named = task.axis.split(",")
     if named != [name for name in mesh.names[mesh.timed :] if name in named]:
         raise VerifyError(
@@ -102,6 +104,9 @@ def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, conte
             f"{what} along axis {task.axis} is on stream {task.stream}: its members would not "
             f"all call it in the same order as the others of {communication_stream(task.axis)}"
         )
+    if task.op in ROW_KINDS:
+        check_rows(task, tensors, mesh, what)
+        return
     if not task.inputs or len(task.inputs) != len(task.outputs):
         raise VerifyError(
             f"{what} has {len(task.inputs)} inputs and {len(task.outputs)} outputs; "
