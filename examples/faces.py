@@ -3,8 +3,8 @@
 Faces of your own, a folder of them for each identity, are packed and read by
 mpiflow data pack images FOLDER faces/64 --size 28 --gray --test 0.1
 
-The last layer has a row for each identity, which an axis `model` of the mesh splits:
-mpiflow plan examples/faces.py --mesh model=64 --set classes=1000000 --set batch=1024
+The last layer has a row for each identity, which the ranks split where they are many:
+mpiflow plan examples/faces.py --ranks 64 --set classes=1000000 --set batch=1024
 
 With `sampled` a step compares with a share of the identities, which takes many of them:
 mpiflow run examples/faces.py --set classes=1024 --set sampled=0.25 --set epochs=2
@@ -46,13 +46,13 @@ def job(
     fields = {"image": (shape, "uint8"), "label": ((), "uint16" if small else "int32")}
     if small:
         backbone = ResNet((1, 1, 1, 1), width=8, small=True)
-        faces = Faces(backbone, classes, 64, margin, 0.3, 16.0, axis="model", sampled=sampled)
+        faces = Faces(backbone, classes, 64, margin, 0.3, 16.0, sampled=sampled)
         draw = partial(generated.faces, classes=classes)
         make = partial(generated.write, folder=folder, draw=draw, rows=60 * classes)
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
     else:
         backbone = ResNet((3, 4, 6, 3), bottleneck=True)
-        faces = Faces(backbone, classes, 512, margin, axis="model", sampled=sampled)
+        faces = Faces(backbone, classes, 512, margin, sampled=sampled)
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 50 * classes)
 
     def model(batch):

@@ -1,7 +1,7 @@
 """Predicts clicks from ids and numbers. mpiexec -n 2 mpiflow run examples/widedeep.py
 
 python examples/widedeep.py run/widedeep/metrics.jsonl     the AUC of each evaluation of that run
-mpiflow plan examples/widedeep.py --mesh data=4,model=64 --set table=1000000000
+mpiflow plan examples/widedeep.py --ranks 256 --set table=1000000000
 """
 
 import json
@@ -41,7 +41,7 @@ def job(
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or None, make=make)
     else:
         data = partial(mf.Dataset, batch=batch, fields=fields, rows=rows or 10**9)
-    network = WideDeep(tables, width, (64, 32), axis="model")
+    network = WideDeep(tables, width, (64, 32))
 
     def model(batch):
         logits = network([batch[name] for name in ids], batch["numbers"])

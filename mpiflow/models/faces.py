@@ -2,9 +2,9 @@
 
     backbone -> Dense, BatchNorm -> normalise -> products with normalised class weights -> margin
 
-The last layer has a row for each identity, up to millions; `axis` splits its rows, and the loss
-then moves a few numbers an image (as in Deng et al. 2019, section 2.3). With `sampled` a training
-step compares with some of the classes (An et al. 2021, Partial FC).
+The last layer has a row for each identity, up to millions. Where these are many the compiler splits
+them, and the loss then moves a few numbers an image (as in Deng et al. 2019, section 2.3). With
+`sampled` a training step compares with some of the classes (An et al. 2021, Partial FC).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.graph.graph import Hint
 from mpiflow.models.choose import chosen
 from mpiflow.models.resnet import ResNet
 from mpiflow.ops import block_count, linear_transposed, sample_rows
@@ -38,7 +37,6 @@ class Faces:
     margin: str = "arc"
     by: float = 0.5
     scale: float = 64.0
-    axis: str | None = None
     sampled: float = 1.0
     blocks: int = 0
 
@@ -59,18 +57,15 @@ class Faces:
         if self.sampled == 1 or not mf.is_training():
             return self.cosines(features), label
         blocks = self.blocks or block_count(self.classes, label.shape[0], self.sampled)
-        weight = self._weight(features, self.classes // blocks)
+        weight = self._weight(features)
         rows, column = sample_rows(weight, label, self.sampled, blocks=blocks)
         rows = mf.normalise(mf.reshape(rows, (-1, self.width)))
         return linear_transposed(features, rows), column
 
-    def _weight(self, features: mf.Tensor, block: int = 1) -> mf.Tensor:
-        """The class weights; a rank holds whole blocks of so many."""
-        sbp: Hint | None = {self.axis: mf.S(0, block)} if self.axis else None
-        return nn.variable(
-            "classes.weight", (self.classes, self.width), nn.normal(0.01),
-            dtype=features.dtype, sbp=sbp,
-        )  # fmt: skip
+    def _weight(self, features: mf.Tensor) -> mf.Tensor:
+        """The class weights."""
+        shape = (self.classes, self.width)
+        return nn.variable("classes.weight", shape, nn.normal(0.01), dtype=features.dtype)
 
     def loss(self, cosines: mf.Tensor, label: mf.Tensor) -> mf.Tensor:
         """The mean cross entropy with the margin."""

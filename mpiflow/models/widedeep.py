@@ -21,16 +21,15 @@ BUCKETS = 32
 class WideDeep:
     """Called on ids, one tensor (n,) a table, and numbers (n, k), it gives logits (n,).
 
-    `tables` are the rows of each table. Those with more rows than a step has ids are large: `axis`
-    names an axis of the mesh that splits their rows, and they are updated by rows, the lazy form of
-    most optimizers (see nn.Embedding), unless `sparse` is None.
+    `tables` are the rows of each table. Those with more rows than a step has ids are large: their
+    rows are split over all ranks, and they are updated by rows, the lazy form of most optimizers
+    (see nn.Embedding), unless `sparse` is None.
     """
 
     tables: tuple[int, ...]
     width: int = 16
     hidden: tuple[int, ...] = (256, 128)
     dtype: str = "float32"
-    axis: str | None = None
     sparse: bool | None = True
 
     def __call__(self, ids: Sequence[mf.Tensor], numbers: mf.Tensor) -> mf.Tensor:
@@ -47,7 +46,7 @@ class WideDeep:
         found = []
         for i, (rows, index) in enumerate(zip(self.tables, ids, strict=True)):
             large = rows > index.shape[0]
-            sbp: Hint | None = {self.axis: mf.S(0)} if self.axis and large else None
+            sbp: Hint | None = mf.S(0) if large else None
             sparse = self.sparse if large else None
             table = nn.Embedding(
                 rows, width, name=f"{part}_table{i}", dtype=self.dtype, sbp=sbp, sparse=sparse

@@ -79,8 +79,7 @@ def test_losses_do_not_depend_on_the_ranks(case, ranks):
 
 
 @pytest.mark.ranks(2)
-def test_classes_of_faces_may_be_split():
-    # The last layer's rows lie on two ranks, by the hint of the model.
+def test_faces_are_the_same_on_a_model_axis():
     np.testing.assert_allclose(losses("faces", "model=2"), losses("faces", "data=1"), rtol=1e-8)
 
 

@@ -1,5 +1,6 @@
 """Sampled classes (Partial FC): against NumPy, and on any ranks, which send no weights."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,6 +12,7 @@ import mpiflow as mf
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
+from mpiflow.graph.graph import current
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import S
@@ -29,11 +31,18 @@ def arrays():
     return {"x": x / np.linalg.norm(x, axis=1, keepdims=True), "label": label}
 
 
-def plan_of(mesh="data=1", *, classes=CLASSES, width=WIDTH, sampled=0.3, dtype="float64", **job):
-    faces = Faces(None, classes, width, "cos", MARGIN, SCALE, "model", sampled, BLOCKS)
+def plan_of(
+    mesh="data=1", *, classes=CLASSES, width=WIDTH, sampled=0.3, dtype="float64", split=False, **job
+):
+    """`split` asks for an axis `model` to split the classes, which for few would not be chosen."""
+    faces = Faces(None, classes, width, "cos", MARGIN, SCALE, sampled, BLOCKS)
 
     def model(batch):
         cosines, column = faces.compared(mf.cast(batch["x"], dtype), batch["label"])
+        if split:
+            variables = current().variables
+            hint = {"model": S(0, classes // BLOCKS)}
+            variables["classes.weight"] = replace(variables["classes.weight"], hint=hint)
         return {"loss": faces.loss(cosines, column)}
 
     optimizer = mf.SGD(RATE, momentum=MOMENTUM, weight_decay=DECAY)
@@ -103,7 +112,7 @@ def test_losses_and_weights_are_those_of_numpy():
     ],
 )  # fmt: skip
 def test_the_sample_does_not_depend_on_the_ranks(mesh):
-    plan = plan_of(mesh)
+    plan = plan_of(mesh, split=True)
     if "model" in mesh:
         weight = next(v for v in plan.variables if v.name == "classes.weight")
         assert isinstance(weight.layout[-1], S)
