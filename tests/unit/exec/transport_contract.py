@@ -106,6 +106,19 @@ def all_to_all_moves_each_part_to_its_member(transport):
         np.testing.assert_array_equal(receive, np.concatenate(parts))
 
 
+def an_exchange_may_have_counts_of_its_own_each_time(transport):
+    group, rank, size = everyone(transport), transport.rank, transport.size
+    for step in (0, 1, 4):
+        counts = [[(i + 2 * j) * step % 5 for j in range(size)] for i in range(size)]
+        came = [counts[i][rank] for i in range(size)]
+        send = np.concatenate([np.full(n, 10 * rank + j) for j, n in enumerate(counts[rank])])
+        receive, before = np.zeros(sum(came), send.dtype), group.sent
+        group.all_to_all_once(send, counts[rank], receive, came).wait()
+        expected = np.concatenate([np.full(n, 10 * i + rank) for i, n in enumerate(came)])
+        np.testing.assert_array_equal(receive, expected)
+        assert group.sent - before == 8 * (sum(counts[rank]) - counts[rank][rank])
+
+
 def several_collectives_may_be_under_way(transport):
     group = everyone(transport)
     buffers = [np.full(3 + i, float(transport.rank + i)) for i in range(4)]
@@ -260,6 +273,7 @@ CLAIMS = [
     all_gather_joins_uneven_and_empty_parts,
     reduce_scatter_gives_each_its_uneven_part_of_the_sum,
     all_to_all_moves_each_part_to_its_member,
+    an_exchange_may_have_counts_of_its_own_each_time,
     several_collectives_may_be_under_way,
     sent_is_the_volume_of_the_standard_algorithms,
     groups_of_one_partition_are_apart,
