@@ -1,7 +1,7 @@
 """What moves bytes between ranks, whatever does the moving (`local`, `mpi`).
 
     Transport      one a rank: control messages, and the making of groups
-      └─ Group     one communicator: the collectives along one mesh axis
+      └─ Group     one communicator: the collectives along one mesh axis, or several
            └─ Start      a collective bound to its buffers; calling it begins one exchange
                 └─ Request     that exchange: done yet?
 
