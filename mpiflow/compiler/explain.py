@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from math import inf, prod
+from math import ceil, floor, inf, prod
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from mpiflow.compiler.boxing import local_shape, path
 from mpiflow.compiler.build import Builder
 from mpiflow.compiler.domains import DATA, Choice
 from mpiflow.compiler.explanation import NOT_HINTED, Candidate, Conversion, Explanation, Step
+from mpiflow.compiler.fit import TooLarge
 from mpiflow.compiler.signature import Edge, Placed, Problem
 from mpiflow.compiler.whatif import forced, without_hint
 from mpiflow.errors import CompileError, UsageError
@@ -27,6 +28,7 @@ from mpiflow.graph.sbp import B, Layout, Partial, S
 from mpiflow.graph.tensor import Tensor, is_narrow
 from mpiflow.plan.records import Register
 from mpiflow.plan.slice import itemsize
+from mpiflow.plan.text import size_text
 from mpiflow.plan.traffic import firing_bytes
 
 SOLVED = 16
@@ -172,6 +174,8 @@ class _Explainer:
             return inf, stuck
         try:
             total = forced(self.problem, self.index, choice, self.placed.limit).total
+        except TooLarge as error:
+            return inf, f"does not fit: layouts hold {size_text(ceil(error.least))} then"
         except CompileError as error:
             return None, f"not solved: {error}"
         return total, "" if total < inf else self._impossible(
@@ -296,8 +300,9 @@ class _Explainer:
             notes.append(
                 "over axis data only the first dim is split, unless a hint names that axis"
             )
-        if self.placed.lower < self.placed.seconds:
-            notes.append(f"there may be layouts of {self.placed.lower:.3e} s or more")
+        if self.placed.limit:
+            limit = size_text(floor(self.placed.limit.nbytes))
+            notes.append(f"layouts were chosen to hold {limit} at most on a rank")
         return notes
 
     def _splits_over_data(self, *, any_dim: bool) -> bool:

@@ -1,6 +1,7 @@
 """What `mpiflow plan --explain` shows is what the solver weighed, and what it would weigh else."""
 
 import json
+import re
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -12,9 +13,11 @@ from micro_jobs import WORDS, arrays, job, masked
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.compiler.arrange import Target
+from mpiflow.compiler.budget import budget
 from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.explain import explain
+from mpiflow.compiler.fit import Limit
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.trace import trace
@@ -130,6 +133,26 @@ def test_what_is_impossible_is_shown_with_the_reason():
     assert shown.plain()["candidates"][-1]["total_seconds"] is None
 
 
+def wide(batch):
+    x = mf.relu(nn.Dense(300, name="wide")(mf.cast(batch["image"], "float32")))
+    return {"loss": mf.mean(mf.cross_entropy(nn.Dense(5, name="out")(x), batch["label"]))}
+
+
+def test_under_a_limit_a_candidate_that_cannot_fit_says_what_it_would_hold():
+    made = mf.Job("wide", wide, train=mf.Dataset("x", batch=6), optimizer=mf.SGD(lr=0.1))
+    free = place(made, "data=2", rows=6)
+    peak = budget(free.problem).peak(free.choice)
+    limit = Limit(0.6 * peak, free=True)
+    tight = choose(free.graph, parse_mesh("data=2"), MACHINE, limit=limit)
+    shown = explain({"train": tight}, "wide.weight", HERE)
+    (whole,) = [c for c in shown.candidates if str(c.layouts) == "-> B"]
+    assert (whole.chosen, whole.total) == (False, inf)
+    assert re.fullmatch(r"does not fit: layouts hold [\d.]+ KiB then", whole.remark)
+    assert shown.candidates[0].chosen
+    assert any("were chosen to hold" in note for note in shown.notes)
+    assert all(c.total >= tight.lower * (1 - CLOSE) for c in shown.candidates)
+
+
 def hinted(hint, on):
     """Two layers, with a hint on the first one's weight or on what it gives."""
 
@@ -144,8 +167,8 @@ def hinted(hint, on):
     return mf.Job("hinted", model, train=mf.Dataset("x", batch=63), optimizer=mf.SGD(lr=0.1))
 
 
-def place(made, mesh):
-    graph = trace(made, data_set("train", 1000, 63), name="train", rows=63, training=True)
+def place(made, mesh, rows=63):
+    graph = trace(made, data_set("train", 1000, rows), name="train", rows=rows, training=True)
     differentiate(graph, made.optimizer)
     return choose(graph, parse_mesh(mesh), MACHINE)
 
