@@ -38,6 +38,7 @@ def differences(a: Plan, b: Plan) -> list[list[str]]:
         _changes("", {n: getattr(a, n) for n in _SCALARS}, {n: getattr(b, n) for n in _SCALARS}),
         _changes("program ", dict(a.identity), dict(b.identity)),
         _changes("settings ", _record(a.settings), _record(b.settings)),
+        _changes("layouts ", _record(a.layouts), _record(b.layouts)),
         _changes("data ", _data(a), _data(b)),
         _changes("variable ", _variables(a), _variables(b)),
         _changes("memory ", _memory(a), _memory(b)),

@@ -7,6 +7,7 @@ from mutants import swapped, with_program, with_register, with_task
 
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.plan.diff import diff
+from mpiflow.plan.records import Layouts
 
 PLAN = handmade.dense()
 TRAIN = PLAN.program("train")
@@ -24,6 +25,7 @@ CASES = [
     (replace(PLAN, mesh=parse_mesh("data=3")), ["mesh: data=2 -> data=3"]),
     (replace(PLAN, seed=7), ["seed: 0 -> 7"]),
     (replace(PLAN, settings=replace(PLAN.settings, epochs=3)), ["settings epochs: 2 -> 3"]),
+    (replace(PLAN, layouts=Layouts(gap=0.01)), ["layouts gap: 0.0 -> 0.01"]),
     (replace(PLAN, identity=PLAN.identity[:2]), ["program batch: 5 -> gone"]),
     (replace(PLAN, data=(replace(PLAN.data[0], seed=4),)), ["data train seed: 0 -> 4"]),
     (replace(PLAN, arenas=(("host", 2048),)),
