@@ -155,7 +155,15 @@ _MEMORY = _argument(
     "--memory", metavar="SIZE",
     help="what a rank may hold: 40GiB, 1.5GB (default: a device's memory, if the machine says it)",
 )  # fmt: skip
-_FORM = (_RANKS, _MESH, _MICRO, _ZERO, _MEMORY, _CLUSTER)
+_SCHEDULE = _argument(
+    "--schedule", metavar="NAME",
+    help="how pipeline stages take turns: 1f1b (default), gpipe, interleaved, zero-bubble",
+)  # fmt: skip
+_VIRTUAL = _argument(
+    "--virtual", type=int, metavar="N",
+    help="pieces of the model on each stage, with --schedule interleaved",
+)  # fmt: skip
+_FORM = (_RANKS, _MESH, _MICRO, _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _CLUSTER)
 _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FILE (.plan)")
 _NAMES = _argument(
     "--names", default="", metavar="MAP",
@@ -179,8 +187,8 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                          _argument("--steps", type=int, default=3, metavar="N"), _JSON)),
     (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _OPS,
                      _JSON)),
-    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO, _ZERO, _MEMORY,
-                    _CLUSTER, _SET, _DATA, _OPS,
+    (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO,
+                    _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _CLUSTER, _SET, _DATA, _OPS,
                     _argument("--out", metavar="FOLDER",
                               help="the run's folder (default: run/NAME)"),
                     _argument("--fresh", action="store_true",

@@ -98,7 +98,7 @@ def _compile(
 ) -> Plan:
     from mpiflow.compiler.machine import find_machine
     from mpiflow.jobfile import load_job
-    from mpiflow.planning import choose_mesh, make_plan, parse_memory
+    from mpiflow.planning import choose_mesh, make_plan, parse_memory, pipeline_of
 
     machine = find_machine(options.cluster or "cpu")
     mesh = choose_mesh(options.ranks, options.mesh, machine)
@@ -112,6 +112,7 @@ def _compile(
         Path(options.data),
         machine=machine,
         zero=options.zero,
+        pipeline=pipeline_of(options.schedule, options.virtual),
         memory=None if options.memory is None else parse_memory(options.memory),
         observe=observe,
     )
@@ -205,10 +206,14 @@ def _plan_or_job(options: Namespace) -> Plan:
     _refuse_ops_beside_job(options)
     if not options.job.endswith(".plan"):
         return _compile(options)
-    _refuse_beside_plan(
-        options, "cluster", "memory", "mesh", "micro_batches", "set", "ranks", "zero"
-    )
+    _refuse_beside_plan(options, "ranks", *_FORM)
     return _load(options.job, options.ops)
+
+
+_FORM = (
+    "cluster", "memory", "mesh", "micro_batches", "schedule", "set", "virtual", "zero",
+)  # fmt: skip
+"""The options that make a plan what it is."""
 
 
 def _refuse_beside_plan(options: Namespace, *names: str) -> None:
@@ -237,7 +242,7 @@ def run(options: Namespace) -> int:
     from the newest complete checkpoint in the run's folder, unless --fresh.
     """
     if options.job.endswith(".plan"):
-        _refuse_beside_plan(options, "cluster", "memory", "mesh", "micro_batches", "set", "zero")
+        _refuse_beside_plan(options, *_FORM)
     _refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")

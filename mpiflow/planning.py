@@ -11,6 +11,7 @@ from mpiflow.compiler.cost import spread
 from mpiflow.compiler.domains import DATA
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import Machine, find_machine
+from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline
 from mpiflow.compiler.zero import check_level
 from mpiflow.errors import JobError, UsageError
 from mpiflow.graph.mesh import Mesh, parse_mesh
@@ -48,12 +49,14 @@ def make_plan(
     machine: Machine | None = None,
     zero: int | None = None,
     memory: int | None = None,
+    pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
     """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`.
 
     Prices are those of `machine`, which is the built-in `cpu` unless given. Arenas have `memory`
-    bytes at most, by default what a device of the machine has, where that is known.
+    bytes at most, by default what a device of the machine has, where that is known. Pipeline
+    stages take turns as `pipeline` says.
     """
     from mpiflow.io.dataset import cache_bytes
 
@@ -68,7 +71,7 @@ def make_plan(
     plan = compile_job(
         job,
         data,
-        Target(mesh, machine, zero=zero, memory=limit),
+        Target(mesh, machine, zero=zero, memory=limit, pipeline=pipeline),
         folder=folder,
         cache_bytes=cache_bytes,
         observe=observe,
@@ -79,6 +82,12 @@ def make_plan(
     verify_run(plan)
     verify_ops(plan)
     return plan
+
+
+def pipeline_of(schedule: str | None, virtual: int | None) -> Pipeline:
+    """What --schedule and --virtual ask for; two pieces a stage where interleaved says no more."""
+    schedule = schedule or ("interleaved" if (virtual or 1) > 1 else "1f1b")
+    return Pipeline(schedule, virtual or (2 if schedule == "interleaved" else 1))
 
 
 def machine_notes(machine: Machine, mesh: Mesh) -> tuple[str, ...]:

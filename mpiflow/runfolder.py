@@ -100,7 +100,7 @@ def _prepare_folder(plan: Plan, options: Options, lock: RunLock) -> Start:
     dropped = metrics.cut(options.out / METRICS, start.step, evaluations=not start.over)
     if dropped:
         remarks.append(f"dropped the metrics of {dropped} steps after step {start.step}")
-    space.check_space(folder, space.required_bytes(plan.variables, plan.mesh.size))
+    space.check_space(folder, space.required_bytes(plan.distinct_variables(), plan.mesh.size))
     store.save(plan, options.out / PLAN)
     remarks += _write_provenance(plan, options.out)
     with suppress(FileNotFoundError):
@@ -126,7 +126,7 @@ def _newest(plan: Plan, options: Options, folder: Path) -> Start:
         saved, plan.identity, store.program_digest(plan), options.accept_changes
     )
     remarks += [f"accepted a change: {line}" for line in differences]
-    unused = read.require_variables(saved, plan.variables)
+    unused = read.require_variables(saved, plan.distinct_variables())
     remarks += [f"the checkpoint holds {name}, which this plan does not use" for name in unused]
     remarks.append(f"going on after step {saved.step} (written by {saved.ranks} ranks)")
     state = saved.state

@@ -28,7 +28,7 @@ from mpiflow.io.checkpoint import manifest, read, write
 from mpiflow.io.dataset import DatasetReader, open_reader
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan, Program
-from mpiflow.plan.traffic import bytes_sent
+from mpiflow.plan.traffic import most_sent
 from mpiflow.report import Progress, final_table, results_text
 from mpiflow.runlock import RunLock
 from mpiflow.weights import load_first
@@ -91,13 +91,15 @@ def _nothing_to_train(step: int, plan: Plan, options: Options) -> str:
 
 
 def _open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
+    number, place = plan.mesh.stage_of(rank)
+    stage = plan.at_stage(number)
     readers: dict[str, DatasetReader] = {}
     for data in plan.data:
         # The full batches say which rows of each this rank reads; a set may have a tail only.
-        program = next(p for p in plan.programs if p.data == data.name)
-        view = plan.slice(rank, program)
+        program = next(p for p in stage.programs if p.data == data.name)
+        view = stage.slice(place, program)
         reads = [t for t in program.tasks if t.kind == "read"]
-        field = plan.tensors(program)[reads[0].outputs[0]] if reads else None
+        field = stage.tensors(program)[reads[0].outputs[0]] if reads else None
         micro_batches = range(program.micro_batches)
         spans = [view.box(replace(field, micro=k))[0] for k in micro_batches] if field else [(0, 0)]
         readers[data.name] = open_reader(data, folder, spans=spans, tail=data.name != "train")
@@ -258,7 +260,7 @@ class _Loop:
         """Collective. The mean over every row of a data set, sums for totals."""
         data = self.plan.dataset(name)
         full = data.rows // data.batch
-        programs = [p for p in self.plan.programs if p.data == name]
+        programs = [p for p in self.plan.at_stage(0).programs if p.data == name]
         sums: dict[str, float] = {}
         for program in programs:
             steps = range(full, full + 1) if program.name.endswith("_tail") else range(full)
@@ -389,7 +391,7 @@ class _Loop:
         if steps:
             last |= {"bytes_sent": sent, "step_seconds": statistics.median(self._seconds)}
             predicted |= {
-                "bytes_sent": bytes_sent(self.plan, self.train),
+                "bytes_sent": most_sent(self.plan, "train"),
                 "step_seconds": self.train.seconds,
             }
         last["predicted"] = predicted

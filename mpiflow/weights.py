@@ -53,8 +53,8 @@ def resolve_weights(
     plan: Plan, source: Tensors, weights: Weights, folder: Path
 ) -> tuple[tuple[Filled, ...], list[str]]:
     """What fills the variables of a plan, averages included, and remarks."""
-    names = [v.name for v in plan.variables]
-    wanted = [TensorInfo(v.name, v.shape, v.dtype) for v in plan.variables]
+    names = [v.name for v in plan.distinct_variables()]
+    wanted = [TensorInfo(v.name, v.shape, v.dtype) for v in plan.distinct_variables()]
     mapped = name_map(weights.names, folder)
     check_heads(plan, mapped)
     filled, remarks = resolve(
@@ -124,7 +124,7 @@ def import_weights(plan: Plan, weights: Weights, out: Path, folder: Path) -> tup
         writer = write.CheckpointWriter(checkpoints, 0, 0, "here")
         by_name = {one.variable: one for one in filled}
         starts = _starts(plan)
-        for variable in plan.variables:
+        for variable in plan.distinct_variables():
             for box in _blocks(variable):
                 array = np.empty([b - a for a, b in box], variable.dtype)
                 if variable.name in by_name:

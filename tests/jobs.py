@@ -12,6 +12,7 @@ from mpiflow import nn
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
+from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD
 from mpiflow.exec.failure import Failure
 from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session
@@ -65,13 +66,22 @@ def digits(batch=128):
 
 
 def compile_for(
-    mesh, job, *, rows=ROWS, test_rows=TEST_ROWS, features=FEATURES, zero=0, machine=None, **more
+    mesh,
+    job,
+    *,
+    rows=ROWS,
+    test_rows=TEST_ROWS,
+    features=FEATURES,
+    zero=0,
+    machine=None,
+    pipeline=ONE_FORWARD_ONE_BACKWARD,
+    **more,
 ):
     """The plan of a job whose two data sets have these rows."""
     batch = job.train.batch
     data = {"train": data_set("train", rows, batch, features)}
     data |= {name: data_set(name, test_rows, batch, features) for name in job.evaluations}
-    target = Target(parse_mesh(mesh), machine or find_machine("cpu"), zero=zero)
+    target = Target(parse_mesh(mesh), machine or find_machine("cpu"), zero=zero, pipeline=pipeline)
     return compile_job(job, data, target, **more)
 
 

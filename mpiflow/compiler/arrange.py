@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -17,7 +17,8 @@ from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.pace import pace
-from mpiflow.compiler.schedule import schedule
+from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline, with_slots
+from mpiflow.compiler.schedule import schedule_together
 from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
@@ -39,6 +40,7 @@ class Target:
 
     `zero` is the level of ZeRO that it is to have; where that is None, it is 0, or what a limit on
     memory asks for, by variable. `memory` is that limit, in bytes of a rank's arena, 0 for none.
+    `pipeline` says how pipeline stages share the work.
     """
 
     mesh: Mesh
@@ -46,27 +48,46 @@ class Target:
     device: str = "host"
     zero: int | None = None
     memory: int = 0
+    pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD
+
+    @property
+    def inside(self) -> Mesh:
+        """The mesh of the ranks of one pipeline stage."""
+        return self.mesh.within_stage()
+
+
+Variables = Mapping[str, Variable]
 
 
 def arrange(
-    program: Program,
-    variables: Mapping[str, Variable],
+    parts: Sequence[tuple[Program, Variables]],
     target: Target,
     folder: Path,
     observe: Observer = lambda step, program, result: None,
-) -> Program:
-    """A lowered program with fewer tasks and messages, in order, that is equal on every machine.
+) -> list[Program]:
+    """Lowered programs with fewer tasks and messages, in order, equal on every machine.
 
-    Prices are rounded, and lines named from the job's folder.
+    They are those of the stages of one step, each with its variables. Prices are rounded, and lines
+    named from the job's folder.
     """
+    programs = schedule_together([_fewer(*part, target, observe) for part in parts])
+    for program in programs:
+        observe("schedule", program.name, program)
+    return [_equal_everywhere(program, folder) for program in programs]
+
+
+def _fewer(program: Program, variables: Variables, target: Target, observe: Observer) -> Program:
+    """With fewer tasks and messages, and slots for what pipelines keep."""
     observe("lower", program.name, program)
     program = fuse(program, set(variables))
     observe("fuse", program.name, program)
-    program = bucket(program, target.mesh, target.machine, variables.values())
+    program = bucket(program, target.inside, target.machine, variables.values())
+    program = with_slots(program)
     observe("bucket", program.name, program)
-    program = pace(program, variables.keys())
-    program = schedule(program)
-    observe("schedule", program.name, program)
+    return pace(program, variables.keys())
+
+
+def _equal_everywhere(program: Program, folder: Path) -> Program:
     tasks = (
         replace(t, seconds=rounded(t.seconds), where=relative_line(t.where, folder))
         for t in program.tasks
@@ -78,7 +99,7 @@ def stored(graph: Graph, name: str, layout: Layout, target: Target, folder: Path
     """The record of a variable in a layout; its place is still to be found."""
     variable = graph.variables[name]
     tensor = variable.tensor
-    nbytes = prod(local_shape(tensor.shape, layout, target.mesh)) * itemsize(tensor.dtype)
+    nbytes = prod(local_shape(tensor.shape, layout, target.inside)) * itemsize(tensor.dtype)
     return Variable(
         name, tensor.shape, tensor.dtype, layout, 0, nbytes,
         trainable=variable.trainable, where=relative_line(tensor.where, folder),

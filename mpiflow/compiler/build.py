@@ -11,11 +11,12 @@ from mpiflow.compiler.boxing import Hop, local_shape
 from mpiflow.compiler.cost import compute_bytes, op_seconds
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.owners import as_expected
+from mpiflow.compiler.transfer import Transfer
 from mpiflow.graph.mesh import MICRO, Mesh
 from mpiflow.graph.op import REGISTRY, Op
 from mpiflow.graph.sbp import B, Layout, layout_text
 from mpiflow.plan.exchange import staging_bytes
-from mpiflow.plan.records import COMPUTE, Register, Task, communication_stream
+from mpiflow.plan.records import COMPUTE, RECEIVE, SEND, Register, Task, communication_stream
 from mpiflow.plan.slice import itemsize
 
 
@@ -25,6 +26,7 @@ class Builder:
 
     `loop` is the one whose tasks are built now, of `loops`; tasks of the others get its number in
     their names. Until the phases are known, a task's `phase` is that of its loop, or 0.
+    `segment` is that of the tasks built now in the last loop; `made_in` has it by register.
     """
 
     mesh: Mesh
@@ -33,6 +35,8 @@ class Builder:
     tasks: list[Task] = field(default_factory=list)
     loop: int = 0
     loops: int = 0
+    segment: int = 0
+    made_in: dict[str, int] = field(default_factory=dict)
 
     def name(self, base: str, *layouts: Layout) -> str:
         """A name for what has these layouts, in the loop that is built now."""
@@ -46,6 +50,9 @@ class Builder:
         """A task on operands of these layouts."""
         if self._fires_in_loop(*layouts):
             task = replace(task, phase=loop_phase(self.loop))
+            if self.loop == self.loops:
+                task = replace(task, segment=self.segment)
+                self.made_in.update(dict.fromkeys(task.outputs, self.segment))
         self.tasks.append(task)
 
     def register(
@@ -103,10 +110,56 @@ class Builder:
         for hop in hops:
             target_name = f"{base}>{layout_text(hop.target).replace(' ', '')}"
             name = self.name(target_name, current.layout, hop.target)
+            if self.made_in.get(name, 0) > self.segment:
+                name = f"{name}%{self.segment}"  # the other one is made too late for this segment
             if name not in self.registers:
                 self._hop(hop, current, name, where)
             current = self.registers[name]
         return current
+
+    def send(self, transfer: Transfer, source: Register, where: str) -> None:
+        """A task that sends a register to the stage that the transfer is for."""
+        stage, layout = transfer.target, source.layout
+        self.add(
+            Task(
+                self._message_name(transfer, f">stage{stage}"),
+                SEND,
+                f"{SEND}.{stage}.{transfer.lane}",
+                SEND,
+                inputs=(source.name,),
+                attributes={"stage": stage, "message": transfer.message},
+                nbytes=transfer.nbytes,
+                seconds=transfer.seconds,
+                where=where,
+            ),
+            layout,
+        )
+
+    def _message_name(self, transfer: Transfer, end: str) -> str:
+        whole = ".whole" if self.loops and not transfer.loop else ""
+        return self.name(f"{transfer.tensor.name}{whole}{end}", transfer.layout)
+
+    def receive(self, transfer: Transfer) -> Register:
+        """The register that holds what a transfer brings."""
+        tensor, stage = transfer.tensor, transfer.source
+        name = self._message_name(transfer, f"<stage{stage}")
+        made = self.register(name, tensor.shape, tensor.dtype, transfer.layout)
+        self.add(
+            Task(
+                name,
+                RECEIVE,
+                f"{RECEIVE}.{stage}.{transfer.lane}",
+                RECEIVE,
+                outputs=(name,),
+                attributes={"stage": stage, "message": transfer.message},
+                nbytes=transfer.nbytes,
+                seconds=transfer.seconds,
+                where=tensor.where,
+                phase=transfer.phase,
+            ),
+            transfer.layout,
+        )
+        return made
 
     def redirect(self, made: Register, target: Register) -> None:
         """Let the newest task give its output to `target`, and no register hold it."""

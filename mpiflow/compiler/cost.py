@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, log2, prod
 
 from mpiflow.compiler.machine import VECTOR, Link, Machine
-from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.op import Op
 from mpiflow.graph.rule import Shape
 from mpiflow.plan.slice import itemsize
@@ -193,3 +193,11 @@ def read_seconds(machine: Machine, nbytes: int) -> float:
 def rounded(seconds: float) -> float:
     """Four digits: prices in a plan must not hang on the last bit of a machine's arithmetic."""
     return float(f"{seconds:.3e}")
+
+
+def message_seconds(machine: Machine, nbytes: int, mesh: Mesh) -> float:
+    """A message from a rank of one pipeline stage to the same rank of another."""
+    axis = mesh.index(STAGE)
+    nodes = spread(mesh, (axis,), machine.devices_per_node)[1]
+    link = machine.inner if nodes == 1 else machine.outer
+    return link.call + link.latency + nbytes / link.bandwidth

@@ -5,9 +5,9 @@ check        what no single op can see                       graph/check.py
 differentiate  backward pass and updates                     differentiate.py
 precision    dtypes; 16-bit casts are made while tracing     precision.py
 recompute    which activations stay                          recompute.py
-stages       placement                                       stages.py
 micro-batches  what fires once for each of them              microbatch.py
 signatures   layouts of nodes and variables                  domains.py, signature.py
+stages       which pipeline stage does what                  stages.py, transfer.py, parts.py
 boxing       conversions between layouts, while lowering     boxing.py
 lower        tasks and registers                             lower.py
 fuse         fewer tasks                                     fuse.py
@@ -42,13 +42,14 @@ from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes, within
-from mpiflow.compiler.lower import lower, lower_initialise, lower_save
+from mpiflow.compiler.lower import lower_initialise, lower_save
 from mpiflow.compiler.memory import Packed, plan_memory
 from mpiflow.compiler.microbatch import Timing, divide
+from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import keep_activations
 from mpiflow.compiler.signature import Placed, choose
-from mpiflow.compiler.stages import check_stages
+from mpiflow.compiler.stages import assign_like, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.compiler.zero import level_note
@@ -59,13 +60,22 @@ from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import S
 from mpiflow.job import Best, Job
 from mpiflow.optim import average_name
-from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Settings, Variable
+from mpiflow.plan.records import (
+    READ,
+    DataSet,
+    Layouts,
+    Plan,
+    Program,
+    Register,
+    Settings,
+    Variable,
+)
 from mpiflow.plan.verify import verify
 from mpiflow.version import __version__
 
 STEPS = (
-    "trace", "check", "differentiate", "precision", "recompute", "stages", "micro-batches",
-    "signatures", "lower", "fuse", "bucket", "schedule", "memory", "price", "verify",
+    "trace", "check", "differentiate", "precision", "recompute", "micro-batches", "signatures",
+    "stages", "lower", "fuse", "bucket", "schedule", "memory", "price", "verify",
 )  # fmt: skip
 """What `--after` takes; boxing shows in what `lower` gives."""
 
@@ -100,81 +110,110 @@ class _Compiler:
         steps = job.epochs * (data["train"].rows // data["train"].batch)
         self.job = replace(job, optimizer=job.optimizer.over(steps))
         self.data, self.target = data, target
-        self.mesh, self.machine = target.mesh, target.machine
+        self.mesh, self.inside, self.machine = target.mesh, target.inside, target.machine
         self.folder, self.cache_bytes, self.observe = folder, cache_bytes, observe
         self.notes: list[str] = []
         self.model = ""
 
     def plan(self) -> Plan:
-        check_stages(self.mesh)
-        train = self.data["train"]
-        graph = self._train_graph(train)
-        mesh = self.mesh.in_time(self.job.micro_batches)
-        timing = divide(graph, self.job.micro_batches) if mesh.timed else None
+        data, count = self.data["train"], self.job.micro_batches
+        graph = self._train_graph(data)
+        self.target.pipeline.check(self.mesh, count)
+        timing = divide(graph, count) if count > 1 else None
         self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
         if self.target.zero:
             self.notes.append(level_note(self.target.zero))
 
-        def attempt(limit: Limit | None) -> Attempt[tuple[Placed, Packed]]:
-            placed, packed = self._arranged(graph, mesh, timing, limit)
-            return Attempt((placed, packed), packed.nbytes, lambda: held_bytes(placed))
+        def attempt(limit: Limit | None) -> Attempt[tuple[Step, list[Packed]]]:
+            train, packed = self._arranged(graph, timing, limit)
+            size = max(stage.nbytes for stage in packed)
+            return Attempt((train, packed), size, lambda: held_bytes(train.placed))
 
         made = attempt(None)
         if self.target.memory:
+            limits = self._limits(timing is not None)
             try:
-                made = within(self.target.memory, made, self._limits(mesh), attempt)
+                made = within(self.target.memory, made, limits, attempt, self.mesh.stages > 1)
             except TooLarge as error:
                 raise does_not_fit(error, self.target, self.job, graph, self.folder) from error
-        placed, packed = made.made
-        return self._finish(graph, placed, packed)
+        train, packed = made.made
+        return self._finish(train, packed)
 
-    def _limits(self, mesh: Mesh) -> list[Limit]:
+    def _limits(self, timed: bool) -> list[Limit]:
         """What may be split where the fastest layouts hold too much, in the order to be tried."""
         if self.target.zero is not None:
             return [Limit(0.0, zero=self.target.zero)]
-        if mesh.timed:  # a copy for the backward pass would only be another one, see `lower`
+        if timed:  # a copy for the backward pass would only be another one, see `lower`
             return [Limit(0.0, free=True, zero=1), Limit(0.0, free=True, zero=2)]
         return [Limit(0.0, free=True, zero=3)]
 
     def _arranged(
-        self, graph: Graph, mesh: Mesh, timing: Timing | None, limit: Limit | None
-    ) -> tuple[Placed, Packed]:
-        """All programs with layouts that keep a limit, and where they have what they hold."""
-        train = self.data["train"]
-        zero = self.target.zero or 0
+        self, graph: Graph, timing: Timing | None, limit: Limit | None
+    ) -> tuple[Step, list[Packed]]:
+        """All programs with layouts that keep a limit, and where they have what they hold.
+
+        Those of each stage are placed for themselves, but put in order together.
+        """
+        train = self._train_step(graph, timing, limit)
+        timed = timing is not None
+        variables = {
+            name: stored(
+                graph, name, train.placed.sources[v.tensor][timed:], self.target, self.folder
+            )
+            for name, v in graph.variables.items()
+        }
+        evaluations = [
+            step
+            for name in self.job.evaluations
+            for step in self._evaluations(name, train, variables, limit)
+        ]
+        parts = [
+            self._part(stage, train, evaluations, variables) for stage in range(self.mesh.stages)
+        ]
+        steps = [
+            arrange([(p, kept) for p, (_, kept) in zip(step, parts, strict=True)],
+                    self.target, self.folder, self.observe)
+            for step in zip(*(programs for programs, _ in parts), strict=True)
+        ]  # fmt: skip
+        packed = [
+            plan_memory(tuple(kept.values()), tuple(programs))
+            for programs, (_, kept) in zip(zip(*steps, strict=True), parts, strict=True)
+        ]
+        for stage, memory in enumerate(packed):
+            self.observe("memory", f"stage {stage}" if train.stages else "all", memory)
+        return train, packed
+
+    def _train_step(self, graph: Graph, timing: Timing | None, limit: Limit | None) -> Step:
+        data, zero = self.data["train"], self.target.zero or 0
+        mesh = self.inside.in_time(self.job.micro_batches)
         placed = choose(graph, mesh, self.machine, timing=timing, zero=zero, limit=limit)
         self.observe("signatures", "train", placed)
-        layouts = {
-            name: placed.sources[v.tensor][mesh.timed :] for name, v in graph.variables.items()
-        }
-        variables = {
-            name: stored(graph, name, layouts[name], self.target, self.folder) for name in layouts
-        }
+        stages = None
+        if self.mesh.stages > 1:
+            virtual = self.target.pipeline.virtual
+            stages = assign_stages(graph, placed.kernel_seconds(), self.mesh.stages, virtual)
+        self.observe("stages", "train", stages or f"one stage on mesh {self.mesh}")
+        lowered = limit.zero if limit else zero
+        return make_step(placed, "train", data.batch, self.target, timing, stages, lowered)
 
-        programs = [lower_initialise(graph, variables, self.mesh, self.machine)]
-        programs.append(
-            lower(
-                placed,
-                variables,
-                mesh,
-                self.machine,
-                data="train",
-                rows=train.batch,
-                timing=timing,
-                zero=limit.zero if limit else zero,
-            )
-        )
+    def _part(
+        self, stage: int, train: Step, evaluations: list[Step], variables: dict[str, Variable]
+    ) -> tuple[list[Program], dict[str, Variable]]:
+        """What a stage does in each step, and its variables."""
+        graph, saved = train.part(stage).graph, variables
+        if train.stages:
+            chunks = {n: train.stages.variables[v.tensor] for n, v in graph.variables.items()}
+            variables = {n: replace(variables[n], stage=stage) for n in chunks}
+            # What several stages keep, the first of them saves.
+            saved = {n: v for n, v in variables.items() if stage == train.stages.first(chunks[n])}
         shown = self._averages(variables)
-        for name in self.job.evaluations:
-            programs += self._evaluations(name, shown, limit)
-        programs.append(lower_save(variables, self.mesh, self.machine))
         programs = [
-            arrange(program, variables, self.target, self.folder, self.observe)
-            for program in programs
+            lower_initialise(graph, variables, self.inside, self.machine),
+            train.program(stage, variables),
+            *(step.program(stage, shown) for step in evaluations),
+            lower_save(saved, self.inside, self.machine),
         ]
-        packed = plan_memory(tuple(variables.values()), tuple(programs))
-        self.observe("memory", "all", packed)
-        return placed, packed
+        return [replace(program, stage=stage) for program in programs], variables
 
     def _train_graph(self, data: DataSet) -> Graph:
         graph = self._traced("train", data, data.batch, training=True)
@@ -185,7 +224,6 @@ class _Compiler:
         check_precision(graph)
         self.observe("precision", "train", graph)
         self.observe("recompute", "train", keep_activations(graph))
-        self.observe("stages", "train", f"one stage on mesh {self.mesh}")
         return graph
 
     def _traced(self, program: str, data: DataSet, rows: int, *, training: bool) -> Graph:
@@ -215,28 +253,33 @@ class _Compiler:
         }
 
     def _evaluations(
-        self, name: str, variables: dict[str, Variable], limit: Limit | None
-    ) -> list[Program]:
-        """A program for the full batches of an evaluation, one for the rows that are left."""
+        self, name: str, train: Step, variables: dict[str, Variable], limit: Limit | None
+    ) -> list[Step]:
+        """A step for the full batches of an evaluation, one for the rows that are left."""
         data = self.data[name]
         base = evaluation_program(name)
         tail = data.rows % data.batch
-        layouts = {name: variable.layout for name, variable in variables.items()}
+        layouts = {name: v.layout for name, v in self._averages(variables).items()}
         sizes = [(base, data.batch)] if data.rows >= data.batch else []
         sizes += [(f"{base}_tail", tail)] if tail else []
-        programs = []
+        steps = []
         for program, rows in sizes:
             graph = self._traced(program, data, rows, training=False)
             _same_variables(graph, variables)
-            placed = choose(graph, self.mesh, self.machine, layouts, limit=limit)
+            placed = choose(graph, self.inside, self.machine, layouts, limit=limit)
             self.observe("signatures", program, placed)
-            programs.append(lower(placed, variables, self.mesh, self.machine, data=name, rows=rows))
-        return programs
+            stages = train.stages and assign_like(graph, train.stages)
+            steps.append(make_step(placed, name, rows, self.target, None, stages))
+        return steps
 
-    def _finish(self, graph: Graph, placed: Placed, packed: Packed) -> Plan:
-        variables, programs, nbytes = packed.variables, packed.programs, packed.nbytes
-        self.notes += packed.notes
-        train = self.data["train"]
+    def _finish(self, step: Step, packed: list[Packed]) -> Plan:
+        train, placed, graph = self.data["train"], step.placed, step.placed.graph
+        programs = tuple(program for stage in packed for program in stage.programs)
+        self.notes += dict.fromkeys(note for stage in packed for note in stage.notes)
+        sizes = [stage.nbytes for stage in packed]
+        arenas = [("host", max(sizes))]
+        if len(sizes) > 1:
+            arenas += [(f"host.{stage}", size) for stage, size in enumerate(sizes)]
         ops = user_ops(programs, self.folder)
         self._note_idle_ranks(programs)
         dropped = train.rows % train.batch
@@ -256,9 +299,9 @@ class _Compiler:
             numerics=NUMERICS,
             seed=self.job.seed,
             identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),
-            variables=variables,
-            arenas=(("host", nbytes),),
-            process_bytes=self._process_bytes(programs, nbytes),
+            variables=tuple(v for stage in packed for v in stage.variables),
+            arenas=tuple(arenas),
+            process_bytes=max(self._process_bytes(p.programs, p.nbytes) for p in packed),
             data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
             settings=self._settings(train, programs),
             programs=programs,
@@ -276,10 +319,10 @@ class _Compiler:
         for program in programs:
             if not program.data or program.name.endswith("_tail"):
                 continue
-            mesh = self.mesh.in_time(program.micro_batches)
+            mesh = self.inside.in_time(program.micro_batches)
             what = "micro-batch" if mesh.timed else "batch"
             rows = program.rows // program.micro_batches
-            parts = max((_parts(r, mesh) for r in program.registers if r.slots > 1), default=1)
+            parts = max((_parts(r, mesh) for r in _read(program)), default=1)
             if rows < parts:
                 self.notes.append(
                     f"data set {program.data!r}: a {what} of {rows} rows is split over {parts}"
@@ -289,9 +332,9 @@ class _Compiler:
     def _process_bytes(self, programs: tuple[Program, ...], arena: int) -> int:
         cached: dict[str, int] = {}
         for program in programs:
-            reads = [r for r in program.registers if r.slots > 1]
+            reads = _read(program)
             if reads and program.data not in cached:
-                mesh = self.mesh.in_time(program.micro_batches)
+                mesh = self.inside.in_time(program.micro_batches)
                 held = local_shape(reads[0].shape, reads[0].layout, mesh)[0]
                 first = range(0, program.rows, program.rows // program.micro_batches)
                 spans = [(start, start + held) for start in first]
@@ -359,6 +402,12 @@ def _quality(placed: Placed, limit: int) -> Layouts:
     saving = max(placed.seconds - placed.lower, 0.0)
     gap = saving / placed.seconds if placed.seconds else 0.0
     return Layouts(rounded(placed.seconds), float(f"{gap:.1e}"), limit)
+
+
+def _read(program: Program) -> list[Register]:
+    """The registers that a program reads into."""
+    names = {name for task in program.tasks if task.stream == READ for name in task.outputs}
+    return [register for register in program.registers if register.name in names]
 
 
 def _parts(register: Register, mesh: Mesh) -> int:

@@ -194,16 +194,23 @@ class Attempt(Generic[T]):
 
 
 def within(
-    limit: int, free: Attempt[T], limits: Sequence[Limit], plan: Callable[[Limit], Attempt[T]]
+    limit: int,
+    free: Attempt[T],
+    limits: Sequence[Limit],
+    plan: Callable[[Limit], Attempt[T]],
+    parts: bool = False,
 ) -> Attempt[T]:
     """A plan whose arena has `limit` bytes at most: `free`, or the first that `limits` give.
 
     The arena is a little larger than the budget that layouts are chosen by. What it exceeds the
-    limit by is taken from the next budget. Raises TooLarge where no budget gives a plan that fits.
+    limit by is taken from the next budget. Where each rank has only a part of what a budget counts,
+    that is larger in proportion. Raises TooLarge where no budget gives a plan that fits.
     """
     if free.nbytes <= limit:
         return free
-    ratio = min(free.counted() / free.nbytes, 1.0)
+    ratio = free.counted() / free.nbytes
+    if not parts:
+        ratio = min(ratio, 1.0)
     failed: TooLarge | None = None
     for kind in limits:
         aimed = limit * ratio

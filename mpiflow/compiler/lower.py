@@ -6,7 +6,8 @@ and the tasks are sorted into phases: odd ones are the loops, even ones what is 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -18,8 +19,10 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.order import in_order, order_updates
 from mpiflow.compiler.owners import owner_axes
+from mpiflow.compiler.pipeline import Sequence, in_flight
 from mpiflow.compiler.rowtasks import fetch, send
 from mpiflow.compiler.signature import Placed
+from mpiflow.compiler.transfer import Transfer
 from mpiflow.compiler.zero import is_backward, of_variables
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
@@ -43,6 +46,20 @@ PREFETCH = 2
 """Slots of a read register: one in use, one being filled."""
 
 
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """What a stage has to do with others: the messages that come and leave, and its turns.
+
+    `segments` numbers the parts of the last loop that its nodes belong to.
+    """
+
+    stage: int = 0
+    coming: tuple[Transfer, ...] = ()
+    going: tuple[Transfer, ...] = ()
+    sequence: Sequence = ()
+    segments: dict[Node, int] = field(default_factory=dict)
+
+
 def lower(
     placed: Placed,
     variables: dict[str, Variable],
@@ -53,14 +70,18 @@ def lower(
     rows: int,
     timing: Timing | None = None,
     zero: int = 0,
+    stage: StageWork | None = None,
 ) -> Program:
     """The tasks of a traced graph: read, compute, convert, update.
+
+    With pipeline stages the graph is the part of one, and `stage` what it has to do with others.
 
     `mesh` is timed where the step is cut into micro-batches, as `timing` says. From level 2 of
     `zero` on, gradients are split over the ranks before they are added up; at level 3, weights that
     the forward pass has gathered are gathered again for the backward pass.
     """
-    return _Lowering(placed, variables, mesh, machine, timing, zero).program(data, rows)
+    work = stage or StageWork()
+    return _Lowering(placed, variables, mesh, machine, timing, zero, work).program(data, rows)
 
 
 class _Lowering:
@@ -72,8 +93,13 @@ class _Lowering:
         machine: Machine,
         timing: Timing | None,
         zero: int,
+        stage: StageWork,
     ) -> None:
         self.placed, self.graph, self.timing = placed, placed.graph, timing
+        self.stage = stage
+        self.leaving: dict[tuple[Tensor, int], list[Transfer]] = {}
+        for transfer in stage.going:
+            self.leaving.setdefault((transfer.tensor, transfer.loop), []).append(transfer)
         self.zero = zero
         self.weights = of_variables(self.graph) if zero > 2 else set()
         # By the name in the graph: an evaluation has averages in the place of weights.
@@ -86,7 +112,7 @@ class _Lowering:
             value: name for name, value in self.graph.assigns.items() if assigned.count(value) == 1
         }
         self.given = {t for node, _ in placed.nodes for t in node.inputs}
-        self.given.update(self.graph.outputs.values())
+        self.given.update(self.graph.outputs.values(), (t.tensor for t in stage.going))
         self.changing = {
             self.graph.variables[name].tensor: value for name, value in self.graph.assigns.items()
         }
@@ -96,11 +122,16 @@ class _Lowering:
         for name, variable in self.graph.variables.items():
             self.values[variable.tensor, 0] = self.variables[name]
         self._keep_old()
+        self._receive()
         for node, choice in self.placed.nodes:
+            self.build.segment = self.stage.segments.get(node, 0)
             for loop in self._loops(node):
                 self.build.loop = loop
                 self._node(node, choice)
+                for tensor in node.outputs:
+                    self._send(self.leaving.pop((tensor, loop), []))
         self.build.loop = 0
+        self._send(transfer for rest in self.leaving.values() for transfer in rest)
         self._copy_assigned()
         # Outputs that have rows are handed out by what stands behind this; see predict.py.
         scalars = ((name, t) for name, t in self.graph.outputs.items() if not t.shape)
@@ -108,9 +139,27 @@ class _Lowering:
         tasks = order_updates(self.build.tasks, set(self.variables))
         registers = tuple(self.build.registers.values())
         program = Program(self.graph.name, rows, registers, tasks, (), outputs, 0.0, data)
+        program = replace(program, stage=self.stage.stage, sequence=self.stage.sequence)
         if self.timing:
             program = in_phases(replace(program, micro_batches=self.timing.micro_batches))
         return in_order(program)
+
+    def _receive(self) -> None:
+        """Registers for what comes from other stages, each in the segment that first needs it."""
+        first: dict[Tensor, int] = {}
+        for node, segment in self.stage.segments.items():
+            for tensor in node.inputs:
+                first[tensor] = min(segment, first.get(tensor, segment))
+        for transfer in self.stage.coming:
+            self.build.loop = transfer.loop
+            self.build.segment = first.get(transfer.tensor, 0)
+            self.values[transfer.tensor, transfer.loop] = self.build.receive(transfer)
+        self.build.loop = 0
+
+    def _send(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            tensor = transfer.tensor
+            self.build.send(transfer, self._result(tensor, transfer.layout), tensor.where)
 
     def _loops(self, node: Node) -> tuple[int, ...]:
         """The loops in which a node fires; (0,) if it fires once."""
@@ -124,14 +173,16 @@ class _Lowering:
         again = "again" if backward and tensor in self.weights else ""
         if not self.timing:
             return build.convert(self.values[tensor, 0], wanted, where, copy=again)
-        loop = build.loop
+        loop, segment = build.loop, build.segment
         if wanted[0] == B and tensor in self.timing.made:
             build.loop = self.timing.made[tensor]
         held = self.values.get((tensor, build.loop)) or self.values[tensor, 0]
+        if build.loop != loop:
+            build.segment = build.made_in.get(held.name, 0)
         if self.zero > 1 and held.layout[0] != wanted[0] and any(isinstance(x, S) for x in wanted):
             held = build.convert(held, (held.layout[0], *wanted[1:]), where)
         found = build.convert(held, wanted, where, copy=again)
-        build.loop = loop
+        build.loop, build.segment = loop, segment
         return found
 
     def _read(self, data: str) -> None:
@@ -170,9 +221,16 @@ class _Lowering:
         self.build.loop = 0
 
     def _read_slots(self) -> int:
-        """Two of what is read at a time; where several loops use it, that is a whole batch."""
+        """Two of what is read at a time; where several loops use it, that is a whole batch.
+
+        With stages, more than are in flight, and a number that divides those of a step.
+        """
+        count = self.timing.micro_batches if self.timing else 1
         if self.timing and self.timing.count > 1:
-            return PREFETCH * self.timing.micro_batches
+            return PREFETCH * count
+        if self.stage.sequence:
+            wanted = min(count, in_flight(self.stage.sequence) + 1)
+            return next(n for n in range(wanted, count + 1) if not count % n)
         return PREFETCH
 
     def _keep_old(self) -> None:

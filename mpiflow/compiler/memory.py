@@ -6,7 +6,8 @@ Lifetimes are intervals of positions in the compute stream, and hold for every t
 another stream uses is live from the last compute task that must be done before that use, to the
 first compute task that must wait for its end. Read slots and the staging of saves live beyond a
 step, so each program has its own. A loop over micro-batches takes the positions of one turn; what
-its turns share is live throughout.
+its turns share is live throughout. In a loop of segments that a pipeline does in another order, so
+is what several of them use, and what stages send and receive.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from itertools import pairwise
 from mpiflow.compiler.pack import WORTH, Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
-from mpiflow.plan.records import COMPUTE, READ, WRITE, Program, Register, Task, Variable
+from mpiflow.plan.records import (
+    COMPUTE,
+    READ,
+    RECEIVE,
+    SEND,
+    WRITE,
+    Program,
+    Register,
+    Task,
+    Variable,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +140,18 @@ class _Times:
         self.start: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.phases: dict[int, tuple[int, int]] = {}
+        self.segments: dict[int, tuple[int, int]] = {}
+        loops = [task.phase for task in program.tasks if task.phase % 2]
+        self.pipelined = max(loops, default=0) if program.sequence else -1
         self.compute = {program.tasks[i].name for i in order.get(COMPUTE, ())}
         for position, index in enumerate(order.get(COMPUTE, ())):
             name = program.tasks[index].name
             self.start[name] = self.done[name] = 2 * position
             begin, _ = self.phases.get(self.tasks[name].phase, (2 * position, 0))
             self.phases[self.tasks[name].phase] = begin, 2 * position
+            if self.tasks[name].phase == self.pipelined:
+                begin, _ = self.segments.get(self.tasks[name].segment, (2 * position, 0))
+                self.segments[self.tasks[name].segment] = begin, 2 * position
         followers: dict[str, list[str]] = {task.name: [] for task in program.tasks}
         before = {name: list(needs) for name, needs in program.needs().items()}
         for stream, indices in order.items():
@@ -159,7 +176,34 @@ class _Times:
         if outlives_turns(task, register):
             first, last = self.phases[task.phase]
             return min(first, start), max(last, stop)
+        return self.within(task, start, stop)
+
+    def within(self, task: Task, start: int, stop: int) -> tuple[int, int]:
+        """The time from `start` to `stop` of a task; where it is not within its segment, more."""
+        if task.phase != self.pipelined:
+            return start, stop
+        begin, end = self.segments.get(task.segment, (self.end, -1))
+        if task.kind == RECEIVE:  # which waits for nothing that this stage does
+            return self.throughout(start, stop)
+        start = max(start, begin - 1)
+        if task.kind == SEND or stop > end:
+            return self.throughout(start, stop)
         return start, stop
+
+    def throughout(self, start: int, stop: int) -> tuple[int, int]:
+        """A time, and all of the pipelined loop."""
+        first, last = self.phases.get(self.pipelined, (start, stop))
+        return min(first - 1, start), max(last + 1, stop)
+
+    def whole_segments(self, start: int, stop: int) -> tuple[int, int]:
+        """A life within one segment or beside the loop as it is; any other takes all of it."""
+        if self.pipelined < 0 or self.pipelined not in self.phases:
+            return start, stop
+        first, last = self.phases[self.pipelined]
+        if stop < first or start > last:
+            return start, stop
+        inside = any(a - 1 <= start and stop <= b for a, b in self.segments.values())
+        return (start, stop) if inside else self.throughout(start, stop)
 
     def _start_of(self, before: list[str]) -> int:
         latest = max((self.start[name] for name in before), default=-1)
@@ -203,7 +247,10 @@ def share_inputs(program: Program, variables: set[str]) -> Program:
 
 
 def _same_memory(a: Register, b: Register) -> bool:
-    return (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout)
+    """Whether one can lie over the other; slots are counted for the life of each alone."""
+    return (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout) and not (
+        a.rewound or b.rewound
+    )
 
 
 def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
@@ -223,6 +270,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
         _extend(life, root[output.register], times.end, times.end)
     joined = {n: t.inputs for t in program.tasks if len(t.outputs) > 1 and t.op == "all_reduce"
               for n in t.inputs}  # fmt: skip
+    life = {name: times.whole_segments(*span) for name, span in life.items()}
     blocks = []
     seen: set[str] = set()
     for name in registers:
@@ -234,7 +282,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
         blocks.append(_block(members, registers, sharing, life))
     for task in program.tasks:
         if task.workspace[1]:
-            start, stop = times.start[task.name], times.done[task.name]
+            start, stop = times.within(task, times.start[task.name], times.done[task.name])
             blocks.append(Block(((_scratch(task), 0),), task.workspace[1], start, stop))
     return blocks
 
@@ -261,6 +309,6 @@ def _block(
     offset = 0
     for member in members:
         parts += [(name, offset) for name in sharing[member]]
-        offset += registers[member].nbytes
+        offset += registers[member].nbytes * registers[member].slots
     starts, stops = zip(*(life[member] for member in members), strict=True)
     return Block(tuple(parts), offset, min(starts), max(stops))

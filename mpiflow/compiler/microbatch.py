@@ -29,7 +29,8 @@ class Timing:
 
     `sources` and `signatures` say what inputs, variables and nodes are on the axis of time;
     `loops` names the loops in which a node fires, and is empty for one that fires once a step.
-    `made` is the loop in which a tensor that is S or P is turned to B, for those that use it so.
+    `made` is the loop in which a tensor that is S or P is turned to B, for those that use it so;
+    `level` how many loops come before a tensor, that in which it is made included.
     """
 
     micro_batches: int
@@ -37,7 +38,12 @@ class Timing:
     signatures: dict[Node, Signature]
     loops: dict[Node, tuple[int, ...]]
     made: dict[Tensor, int]
+    level: dict[Tensor, int]
     count: int
+
+    def before(self, tensor: Tensor) -> int:
+        """How many loops are over when the whole of a tensor is there."""
+        return self.made.get(tensor, self.level[tensor])
 
     def __str__(self) -> str:
         loops = f"{self.count} loop{'s' * (self.count > 1)}"
@@ -233,6 +239,7 @@ class _Loops:
             self.signatures,
             {node: tuple(sorted(loops)) for node, loops in self.loops.items()},
             self.made,
+            self.level,
             count,
         )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
 
 from mpiflow.plan.records import Program, Task
 
 
 def in_order(program: Program) -> Program:
-    """With the tasks in topological order again, phase by phase, otherwise as they stood.
+    """With the tasks in topological order again, by phase and segment, otherwise as they stood.
 
     What had stood too early comes as soon as what it needs is there.
     """
@@ -23,18 +22,22 @@ def in_order(program: Program) -> Program:
         missing.append(len(needs))
         for name in needs:
             followers[index[name]].append(i)
-    ready = [(task.phase, i) for i, task in enumerate(tasks) if not missing[i]]
+    ready = [(*_part(task), i) for i, task in enumerate(tasks) if not missing[i]]
     heapify(ready)
     ordered: list[Task] = []
     while ready:
-        _, i = heappop(ready)
+        *_, i = heappop(ready)
         ordered.append(tasks[i])
         for follower in followers[i]:
             missing[follower] -= 1
             if not missing[follower]:
-                heappush(ready, (tasks[follower].phase, follower))
+                heappush(ready, (*_part(tasks[follower]), follower))
     assert len(ordered) == len(tasks), f"the tasks of {program.name} make a circle"
-    return replace(program, tasks=tuple(sorted(ordered, key=attrgetter("phase"))))
+    return replace(program, tasks=tuple(sorted(ordered, key=_part)))
+
+
+def _part(task: Task) -> tuple[int, int]:
+    return task.phase, task.segment
 
 
 def order_updates(tasks: list[Task], variables: set[str]) -> tuple[Task, ...]:

@@ -74,7 +74,7 @@ def compile_predict(
     variables = {name: stored(graphs[0], name, layouts[name], target, folder) for name in layouts}
     programs = [lower_initialise(graphs[0], variables, target.mesh, target.machine)]
     programs += [_program(one, variables, target, data) for one in placed]
-    programs = [arrange(program, variables, target, folder) for program in programs]
+    programs = [arrange([(program, variables)], target, folder)[0] for program in programs]
     packed = plan_memory(tuple(variables.values()), tuple(programs))
     ops = user_ops(programs, folder)
     plan = Plan(

@@ -55,6 +55,14 @@ class Placed:
     limit: Limit | None = None
     """What they were chosen to hold at most."""
 
+    def kernel_seconds(self) -> dict[Node, float]:
+        """The predicted seconds of each node's kernel, all micro-batches together."""
+        tables, first = self.problem.kernels, self.problem.first
+        return {
+            node: float(tables[first + i][self.choice[first + i]])
+            for i, (node, _) in enumerate(self.nodes)
+        }
+
     def __str__(self) -> str:
         lines = [f"layouts of {self.graph.name}: {self.seconds:.3e} s predicted"]
         if self.lower < self.seconds:

@@ -1,17 +1,349 @@
-"""Step 6: which nodes run on which part of the mesh: without stages, every node on all of it."""
+"""Step 6: which nodes run on which pipeline stage.
+
+The model is a list of nodes, cut into as many pieces as there are *chunks*: one for each stage, or
+several with virtual stages, where chunk c is on stage c modulo the number of stages.
+
+    cut       forward nodes that need both the batch and a variable    a piece of the list
+    follow    nodes of the backward pass                               as what they differentiate
+              updates                                                  as their variable
+    shared    all others: masks, casts of weights, learning rates      as those who need them
+
+What is shared is computed on each stage that needs it, rather than sent. A variable is on every
+stage that reads it: tied weights are kept, and updated alike, on several.
+"""
 
 from __future__ import annotations
 
-from mpiflow.errors import CompileError
-from mpiflow.graph.mesh import Mesh
+from dataclasses import dataclass, replace
+from math import prod
 
-STAGE = "stage"
+import numpy as np
+from numpy.typing import NDArray
+
+from mpiflow.compiler.signature import Placed
+from mpiflow.errors import CompileError
+from mpiflow.graph.graph import Graph, Node
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.tensor import Tensor
+from mpiflow.plan.slice import itemsize
+
+_SLACK = 1.05
+"""How much longer than need be the longest piece may take, so that less is sent at the cuts."""
+
+Chunks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The chunks of every live node and of every variable, in ascending order."""
+
+    count: int
+    stages: int
+    nodes: dict[Node, Chunks]
+    variables: dict[Tensor, Chunks]
+    seconds: tuple[float, ...]
+    """Predicted for the kernels of each chunk, all micro-batches together."""
+
+    def stage(self, chunk: int) -> int:
+        """The stage of a chunk."""
+        return chunk % self.stages
+
+    def first(self, chunks: Chunks) -> int:
+        """The first of the stages that have these chunks."""
+        return min(map(self.stage, chunks))
+
+    def of(self, tensor: Tensor) -> Chunks:
+        """The chunks where a tensor is made, or kept; none for an input, which any may read."""
+        if tensor.node is not None:
+            return self.nodes[tensor.node]
+        return self.variables.get(tensor, ())
+
+    def on(self, node: Node, stage: int) -> bool:
+        """Whether a node runs on a stage."""
+        return any(self.stage(chunk) == stage for chunk in self.nodes[node])
+
+    def __str__(self) -> str:
+        lines = [f"{self.count} pieces on {self.stages} stages"]
+        for chunk, seconds in enumerate(self.seconds):
+            nodes = [n.name for n, chunks in self.nodes.items() if chunks == (chunk,)]
+            ends = f"{nodes[0]} .. {nodes[-1]}" if nodes else "nothing of its own"
+            lines.append(
+                f"  piece {chunk} on stage {self.stage(chunk)}: {len(nodes)} nodes, {ends},"
+                f" {seconds:.3e} s"
+            )
+        return "\n".join(lines)
+
+
+def part(placed: Placed, stages: Stages, stage: int) -> Placed:
+    """What a stage does of a graph: its nodes, the variables and the fields that they read."""
+    graph = placed.graph
+    nodes = tuple((n, choice) for n, choice in placed.nodes if stages.on(n, stage))
+    read = {tensor for node, _ in nodes for tensor in node.inputs}
+    variables = {
+        name: v
+        for name, v in graph.variables.items()
+        if any(stages.stage(chunk) == stage for chunk in stages.variables[v.tensor])
+    }
+    mine = replace(
+        graph,
+        nodes=[node for node, _ in nodes],
+        inputs={name: tensor for name, tensor in graph.inputs.items() if tensor in read},
+        variables=variables,
+        assigns={name: value for name, value in graph.assigns.items() if name in variables},
+    )
+    kept = {*mine.inputs.values(), *(v.tensor for v in variables.values())}
+    sources = {tensor: layout for tensor, layout in placed.sources.items() if tensor in kept}
+    return replace(placed, graph=mine, nodes=nodes, sources=sources)
 
 
 def check_stages(mesh: Mesh) -> None:
-    """Raise on a mesh that asks for pipeline stages, which plans do not have yet."""
-    if STAGE in mesh.names and mesh.sizes[mesh.index(STAGE)] > 1:
+    """CompileError on a mesh with pipeline stages, for programs that do not run in any."""
+    if mesh.stages > 1:
         raise CompileError(
-            f"mesh {mesh}: pipelines over a {STAGE!r} axis are not supported by this version;"
-            " name the axis otherwise to split tensors over it"
+            f"mesh {mesh}: predictions are not made in pipeline stages; use other axes"
         )
+
+
+def assign_stages(
+    graph: Graph, seconds: dict[Node, float], stages: int, virtual: int = 1
+) -> Stages:
+    """Cut a graph so that the longest piece is as short as can be; `seconds` are of kernels.
+
+    What `mf.stage` pins stays where it is pinned. Of cuts about equally good, those that send the
+    least are taken. CompileError where there are fewer nodes than pieces, or pins contradict.
+    """
+    count = stages * virtual
+    nodes = _needing_both(graph)
+    if len(nodes) < count:
+        raise CompileError(
+            f"the model has {len(nodes)} nodes that depend on the batch and on variables; they"
+            f" cannot be cut into {count} pieces, use fewer stages"
+        )
+    own = dict.fromkeys(nodes, 0.0)
+    for node, spent in seconds.items():
+        first = graph.origins.get(node, node)
+        if first in own:
+            own[first] += spent
+    ends = _ends(
+        np.array(list(own.values())), _crossing(nodes), _pinned(graph, nodes, count), count
+    )
+    chunks = {node: c for c in range(count) for node in nodes[ends[c] : ends[c + 1]]}
+    return _Spread(graph, chunks, {}).stages(count, stages, own)
+
+
+def assign_like(graph: Graph, trained: Stages) -> Stages:
+    """The chunks of another trace of a model, whose variables have theirs in training.
+
+    A node is where the variables are that it reads, and no earlier than its inputs.
+    """
+    variables = {tensor.name: chunks for tensor, chunks in trained.variables.items()}
+    kept = {v.tensor: variables[name] for name, v in graph.variables.items()}
+    both, chunks = set(_needing_both(graph)), dict[Node, int]()
+    reached: dict[Tensor, set[Tensor]] = {tensor: {tensor} for tensor in kept}
+    for node in graph.live():
+        read = set[Tensor]().union(*(reached.get(t, ()) for t in node.inputs))
+        if node not in both:
+            reached.update(dict.fromkeys(node.outputs, read))
+            continue
+        first = max((chunks[t.node] for t in node.inputs if t.node in chunks), default=0)
+        where = sorted({chunk for tensor in read for chunk in kept[tensor]})
+        chunks[node] = next((c for c in where if c >= first), max(where, default=first))
+    spread = _Spread(graph, chunks, kept)
+    return spread.stages(trained.count, trained.stages, dict.fromkeys(both, 0.0))
+
+
+def _forward(graph: Graph) -> list[Node]:
+    """The live nodes of the forward pass: those before the first of the backward pass."""
+    live = graph.live()
+    first = next((i for i, node in enumerate(live) if node in graph.origins), len(live))
+    return [node for node in live[:first] if node not in graph.updates]
+
+
+def _needing_both(graph: Graph) -> list[Node]:
+    """The forward nodes that depend on the batch and on a variable."""
+    batch = set(graph.inputs.values())
+    variables = {v.tensor for v in graph.variables.values()}
+    found = []
+    for node in _forward(graph):
+        needs = [not source.isdisjoint(node.inputs) for source in (batch, variables)]
+        for source, need in zip((batch, variables), needs, strict=True):
+            if need:
+                source.update(node.outputs)
+        if all(needs):
+            found.append(node)
+    return found
+
+
+def _crossing(nodes: list[Node]) -> NDArray[np.float64]:
+    """The bytes of the tensors that are made before each place in the list and read behind it."""
+    index = {node: i for i, node in enumerate(nodes)}
+    last: dict[Tensor, int] = {}
+    for i, node in enumerate(nodes):
+        last.update({t: i for t in node.inputs if t.node in index})
+    change = np.zeros(len(nodes) + 2)
+    for tensor, reader in last.items():
+        nbytes = prod(tensor.shape) * itemsize(tensor.dtype)
+        change[index[tensor.node] + 1] += nbytes  # type: ignore[index]
+        change[reader + 1] -= nbytes
+    return np.cumsum(change)[:-1]
+
+
+def _pinned(graph: Graph, nodes: list[Node], count: int) -> list[int]:
+    """The piece that each node is pinned to, -1 for none.
+
+    One model serves any number of stages: where it names more, neighbours share one.
+    """
+    named = 1 + max(graph.stages.values(), default=-1)
+    if 0 < named < count:
+        raise CompileError(
+            f"the model names {named} stages with mf.stage, and the mesh asks for {count} pieces;"
+            " name more, or none"
+        )
+    pins = [graph.stages[node] * count // named if node in graph.stages else -1 for node in nodes]
+    latest = 0
+    for node, pin in zip(nodes, pins, strict=True):
+        if 0 <= pin < latest:
+            raise CompileError(
+                f"{node.name} is pinned to stage {graph.stages[node]}, but stands behind nodes of a"
+                f" later stage; stages are named in the order of the model\n  {node.where}"
+            )
+        latest = max(latest, pin)
+    return pins
+
+
+def _ends(
+    seconds: NDArray[np.float64], crossing: NDArray[np.float64], pins: list[int], count: int
+) -> list[int]:
+    """Where each piece begins, and the end: the least longest piece, then the fewest bytes.
+
+    An interval program over (pieces, nodes), as in Alpa's stage cut (Zheng et al. 2022).
+    """
+    total = np.concatenate(([0.0], np.cumsum(seconds)))
+    size = len(seconds) + 1
+    span = total[None, :] - total[:, None]  # from a first node to the end of a piece
+    span[np.tril_indices(size)] = np.inf
+    pinned = np.array(pins)
+
+    def spans(piece: int) -> NDArray[np.float64]:
+        """The seconds of each span that a piece may be: it has no node pinned to another."""
+        others = np.concatenate(([0], np.cumsum((pinned >= 0) & (pinned != piece))))
+        return np.where(others[None, :] == others[:, None], span, np.inf)
+
+    longest = np.full(size, np.inf)
+    longest[0] = 0.0
+    for piece in range(count):
+        longest = np.maximum(longest[:, None], spans(piece)).min(0)
+    if longest[-1] == np.inf:
+        raise CompileError(
+            f"the nodes pinned with mf.stage leave no way to cut the model into {count} pieces"
+        )
+    limit = longest[-1] * _SLACK
+    sent = np.full(size, np.inf)
+    sent[0] = 0.0
+    came = []
+    for piece in range(count):
+        cost = sent[:, None] + np.where(spans(piece) <= limit, crossing[:, None], np.inf)
+        came.append(cost.argmin(0))
+        sent = cost.min(0)
+    ends = [size - 1]
+    for first in reversed(came):
+        ends.append(int(first[ends[-1]]))
+    return ends[::-1]
+
+
+class _Spread:
+    """From the chunks of the nodes that are cut to those of all nodes and variables."""
+
+    def __init__(self, graph: Graph, cut: dict[Node, int], variables: dict[Tensor, Chunks]) -> None:
+        self.graph, self.cut, self.fixed = graph, cut, variables
+        self.nodes = graph.live()
+        self.readers: dict[Tensor, list[Node]] = {}
+        for node in self.nodes:
+            for tensor in node.inputs:
+                self.readers.setdefault(tensor, []).append(node)
+        self.assigned: dict[Tensor, list[Tensor]] = {}
+        for name, value in graph.assigns.items():
+            self.assigned.setdefault(value, []).append(graph.variables[name].tensor)
+        self.chunks: dict[Node, set[int]] = {node: {chunk} for node, chunk in cut.items()}
+        self.variables: dict[Tensor, set[int]] = {}
+
+    def stages(self, count: int, stages: int, seconds: dict[Node, float]) -> Stages:
+        """All of it; whatever nobody needs anywhere is on the last piece."""
+        forward = _forward(self.graph)
+        for node in reversed(forward):
+            if node not in self.cut:
+                self.chunks[node] = self._wanted(node)
+        self._place_variables()
+        led = self._follow([node for node in self.nodes if node not in set(forward)])
+        self._share([node for node in self.nodes if node not in self.cut and node not in led])
+        spent = [0.0] * count
+        for node, chunk in self.cut.items():
+            spent[chunk] += seconds[node]
+        last = {count - 1}
+        return Stages(
+            count,
+            stages,
+            {node: tuple(sorted(self.chunks[node] or last)) for node in self.nodes},
+            {
+                v.tensor: self.fixed.get(v.tensor)
+                or tuple(sorted(self.variables[v.tensor] or last))
+                for v in self.graph.variables.values()
+            },
+            tuple(spent),
+        )
+
+    def _wanted(self, node: Node) -> set[int]:
+        """Where what a node gives is read, as far as that is known, or becomes a variable."""
+        found: set[int] = set()
+        for tensor in node.outputs:
+            for reader in self.readers.get(tensor, ()):
+                found |= self.chunks.get(reader, set())
+            for variable in self.assigned.get(tensor, ()):
+                found |= self.variables.get(variable, set())
+        return found
+
+    def _place_variables(self) -> None:
+        for variable in self.graph.variables.values():
+            found = set(self.fixed.get(variable.tensor, ()))
+            for reader in self.readers.get(variable.tensor, ()):
+                found |= self.chunks.get(reader, set())
+            self.variables[variable.tensor] = found
+
+    def _follow(self, nodes: list[Node]) -> set[Node]:
+        """Place what has somebody to follow: what it differentiates, its variable, its inputs.
+
+        A scalar is made where the last of those that it is made from is.
+        """
+        led = set()
+        for node in nodes:
+            origin = self.graph.origins.get(node)
+            known = [(t, where) for t in node.inputs if (where := self._known(t))]
+            variables = [where for t, where in known if t.node is None]
+            arrays = [where for t, where in known if t.shape]
+            if origin is not None:
+                found = self.chunks[origin]
+            elif variables or arrays:
+                found = (variables or arrays)[-1]
+            else:
+                found = {max(where) for _, where in known[-1:]}
+            self.chunks[node] = set(found)
+            if found:
+                led.add(node)
+        return led
+
+    def _known(self, tensor: Tensor) -> set[int]:
+        """Where a tensor is, if that is known already."""
+        if tensor.node is None:
+            return self.variables.get(tensor, set())
+        return self.chunks.get(tensor.node, set())
+
+    def _share(self, nodes: list[Node]) -> None:
+        """Let the other nodes be wherever they are needed, and variables wherever they are read."""
+        changed = True
+        while changed:
+            changed = False
+            self._place_variables()
+            for node in reversed(nodes):
+                found = self._wanted(node)
+                changed |= found != self.chunks.get(node)
+                self.chunks[node] = found

@@ -19,11 +19,12 @@ import numpy as np
 
 from mpiflow.errors import PlanError
 from mpiflow.exec.arena import Arena
-from mpiflow.exec.collective import bind_collective
+from mpiflow.exec.collective import bind_collective, bind_message
 from mpiflow.exec.transport import Group, Message
+from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
-from mpiflow.plan.records import COMPUTE, READ, Program, Register, Task
+from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
 
@@ -89,7 +90,7 @@ class Binder:
         self.registers = {**registers, **{r.name: r for r in self.program.registers}}
         self.rank, self.arena, self.groups, self.check = rank, arena, groups, check
         self.boxes = {name: rank.box(register) for name, register in self.registers.items()}
-        slots = {r.slots for r in program.registers} - {1}
+        slots = {r.slots for r in program.registers if not r.rewound} - {1}
         if len(slots) > 1:
             raise PlanError(f"program {program.name} has registers of different slot counts")
         turns = program.micro_batches
@@ -97,16 +98,18 @@ class Binder:
 
     def views(self, phase: int) -> dict[str, np.ndarray]:
         """An array for every register and variable, in the slot of this phase."""
-        turns = self.program.micro_batches
         return {
             name: self.arena.view(
-                register.offset
-                + (phase * turns + register.micro) % register.slots * register.nbytes,
+                register.offset + self._slot(register, phase) * register.nbytes,
                 box_shape(self.boxes[name]),
                 register.dtype,
             )
             for name, register in self.registers.items()
         }
+
+    def _slot(self, register: Register, phase: int) -> int:
+        steps = 0 if register.rewound else phase * self.program.micro_batches
+        return (steps + register.micro) % register.slots
 
     def step(self, phase: int, wait_read: Callable[[int], None], give_back: Call) -> Step:
         """The calls of a step in this phase; `wait_read` is told the micro-batch to wait for."""
@@ -155,7 +158,7 @@ class _Walk:
         self.queues = {
             stream: [program.tasks[i] for i in indices]
             for stream, indices in order.items()
-            if stream.startswith("comm.")
+            if stream not in (COMPUTE, READ, WRITE)
         }
         self.unused = deque(self._users_of_reads())
         self.uses: dict[str, list[set[str]]] = {}  # of each task, the sets above that it is in
@@ -164,11 +167,13 @@ class _Walk:
                 self.uses.setdefault(name, []).append(users)
         self.started: dict[str, list[tuple[Task, Message]]] = {s: [] for s in self.queues}
         self.done: set[str] = set()
+        self.sending = False
         self.calls: list[Call] = []
         self.tasks: list[Task] = []
 
     def run(self) -> None:
         """Walk the compute stream; what is left of the others follows."""
+        self._start_ready()
         for task in self.compute:
             for name in self.needs[task.name]:
                 self._complete(name)
@@ -228,18 +233,43 @@ class _Walk:
             self._complete(name)
         running = self.started[task.stream]
         for earlier, _ in list(running):
-            if self._touch(earlier, task):
+            if task.kind == "collective" and self._touch(earlier, task):
                 self._wait_up_to(earlier)
+        self.queues[task.stream].remove(task)
+        exchange = self._bound(task)
+        running.append((task, exchange))
+        self._emit(task, exchange.start)
+
+    def _bound(self, task: Task) -> Message:
         binder = self.binder
-        collective = bind_collective(
+        if task.kind in (SEND, RECEIVE):
+            return bind_message(task, self.views, binder.groups[STAGE])
+        return bind_collective(
             task, binder.rank, binder.registers, self.views, binder.arena, binder.groups[task.axis]
         )
-        self.queues[task.stream].remove(task)
-        running.append((task, collective))
-        self._emit(task, collective.start)
+
+    def _send_computed(self) -> None:
+        """Start every send of what is computed, as another stage may wait for it.
+
+        This comes before every wait: the stages that are waited for get all that they can have.
+        """
+        if self.sending:
+            return
+        self.sending = True
+        for stream, queue in self.queues.items():
+            while stream.startswith(SEND) and queue and self._is_computed(queue[0]):
+                self._start(queue[0])
+        self.sending = False
+
+    def _is_computed(self, task: Task) -> bool:
+        """Whether nothing is missing for a send but collectives that can be completed."""
+        missing = [self.tasks_by_name[name] for name in self.needs[task.name]]
+        missing = [need for need in missing if need.name not in self.done]
+        return all(need.kind == "collective" and self._is_computed(need) for need in missing)
 
     def _wait_up_to(self, task: Task) -> None:
         """Wait for a collective and all before it on its stream, in order."""
+        self._send_computed()
         running = self.started[task.stream]
         while task.name not in self.done:
             first, collective = running.pop(0)

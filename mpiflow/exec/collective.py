@@ -16,7 +16,7 @@ from mpiflow.exec.arena import Arena
 from mpiflow.exec.rows import bind_rows
 from mpiflow.exec.transport import Group, Message, Request
 from mpiflow.graph.sbp import Box
-from mpiflow.plan.records import Register, Task
+from mpiflow.plan.records import SEND, Register, Task
 from mpiflow.plan.rows import ROW_KINDS
 from mpiflow.plan.slice import RankPlan, reduced_elements
 
@@ -46,6 +46,14 @@ class Collective:
         self._request = None
         for target, source in self._after:
             np.copyto(target, source)
+
+
+def bind_message(task: Task, views: dict[str, np.ndarray], group: Group) -> Collective:
+    """A send or a receive: along the axis of stages, the whole of a register."""
+    (name,) = task.inputs or task.outputs
+    bind = group.bind_send if task.kind == SEND else group.bind_receive
+    start = bind(_flat(views[name]), task.attributes["stage"], task.attributes["message"])
+    return Collective(start, [], [])
 
 
 def bind_collective(

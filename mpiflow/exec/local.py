@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce as fold
 from itertools import accumulate
@@ -12,6 +13,7 @@ import numpy as np
 
 from mpiflow.errors import TaskError
 from mpiflow.exec.transport import Aborted, Call, Check, Group, Operation, Request, Transport
+from mpiflow.plan.records import SEND
 
 Result = TypeVar("Result")
 _REDUCE = {"sum": np.add, "max": np.maximum}
@@ -145,15 +147,35 @@ class LocalGroup(Group):
         self._members = members
         self._made = made
         self._sequence = 0
+        self._messages: Counter[tuple[int, int, int]] = Counter()
 
     def _bind(self, call: Call, nbytes: int) -> Operation:
         return _LocalOperation(self, call, nbytes)
 
     def meet(self, call: Call) -> Meeting:
-        """Bring this member's part of the group's next collective."""
+        """Bring this member's part of the group's next collective, or of the next message."""
+        if call.peer >= 0:
+            return self._meet_peer(call)
         self._sequence += 1
         key = (self._made, self._members, self._sequence)
         return self._world.meet(key, self.size, self.index, call, self._finish)
+
+    def _meet_peer(self, call: Call) -> Meeting:
+        """Messages of a tag between two members are numbered on either side."""
+        sends = call.kind == SEND
+        ends = (self.index, call.peer) if sends else (call.peer, self.index)
+        self._messages[*ends, call.tag] += 1
+        key = (self._made, self._members, *ends, call.tag, self._messages[*ends, call.tag])
+        return self._world.meet(key, 2, 0 if sends else 1, call, self._deliver)
+
+    def _deliver(self, calls: list[Call]) -> None:
+        sent, received = calls
+        if (sent.send.size, sent.send.dtype) != (received.send.size, received.send.dtype):
+            raise TaskError(
+                f"{self.label}: rank {self._members[received.peer]} is in {sent},"
+                f" rank {self._members[sent.peer]} in {received}; the plans of the ranks differ"
+            )
+        received.receive[...] = sent.send
 
     def _finish(self, calls: list[Call]) -> None:
         for index, call in enumerate(calls):

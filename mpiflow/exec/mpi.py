@@ -226,6 +226,18 @@ class MpiGroup(Group):
             _parts(call.send, call.send_counts), _parts(call.receive, call.receive_counts)
         )
 
+    def _send(self, call: Call) -> list[Piece]:
+        return [
+            self._persist(self._communicator.Send_init(self._buffer(part), call.peer, call.tag))
+            for part in self._segments(call.send)
+        ]
+
+    def _receive(self, call: Call) -> list[Piece]:
+        return [
+            self._persist(self._communicator.Recv_init(self._buffer(part), call.peer, call.tag))
+            for part in self._segments(call.receive)
+        ]
+
     def _exchange(self, send: list[np.ndarray], receive: list[np.ndarray]) -> list[Piece]:
         """Messages between all pairs, receives first; sends begin with the next neighbour."""
         own = self.index

@@ -17,6 +17,7 @@ from mpiflow.exec.bind import Binder, Step
 from mpiflow.exec.device import Cpu, Device
 from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
 from mpiflow.exec.transport import Group, Transport
+from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.sbp import Box, Broadcast
 from mpiflow.plan.protocols import Reader, Writer
 from mpiflow.plan.records import READ, WRITE, Plan, Program, Register, Task
@@ -63,22 +64,34 @@ class Session:
             raise PlanError(f"the plan is for {plan.mesh.size} ranks, there are {transport.size}")
         verify(plan)
         transport.check_same("plan digest", digest(plan))
-        self.plan, self.transport = plan, transport
-        self.rank = plan.slice(transport.rank)
-        self.groups: dict[str, Group] = {
-            axis: transport.group(self.rank.members(axis), axis) for axis in plan.communicators()
-        }
+        stage, place = plan.mesh.stage_of(transport.rank)
+        self.plan, self.transport, self.place = plan.at_stage(stage), transport, place
+        self.rank = self.plan.slice(place)
+        self.groups = self._make_groups(plan, stage)
         self.device: Device = device or Cpu()
         if plan.device != self.device.kind:
             raise PlanError(f"the plan is for a {plan.device!r}, the ranks have {self.device.kind}")
-        self.arena = Arena(self.device, dict(plan.arenas)["host"])
+        self.arena = Arena(self.device, dict(self.plan.arenas)["host"])
         self.reads = ReadStream(start_thread, self._check)
         self.writes = WriteStream(start_thread, self._check)
         self.variables = {
-            v.name: self.arena.view(v.offset, self.rank.shape(v), v.dtype) for v in plan.variables
+            v.name: self.arena.view(v.offset, self.rank.shape(v), v.dtype)
+            for v in self.plan.variables
         }
         self._readers = readers or {}
-        self._programs = {p.name: self._bind(p) for p in plan.programs}
+        self._programs = {p.name: self._bind(p) for p in self.plan.programs}
+
+    def _make_groups(self, plan: Plan, stage: int) -> dict[str, Group]:
+        """A communicator for each set of axes of the stage, and one along the stages."""
+        groups: dict[str, Group] = {}
+        for axis in plan.communicators():
+            members = (plan.mesh.rank_in_stage(stage, rank) for rank in self.rank.members(axis))
+            groups[axis] = self.transport.group(tuple(members), axis)
+        if plan.mesh.stages > 1:
+            stages = range(plan.mesh.stages)
+            members = (plan.mesh.rank_in_stage(other, self.place) for other in stages)
+            groups[STAGE] = self.transport.group(tuple(members), STAGE)
+        return groups
 
     def _check(self) -> None:
         if self.transport.check is not None:
@@ -88,7 +101,7 @@ class Session:
         binder = Binder(
             program,
             self.plan.tensors(program),
-            self.plan.slice(self.transport.rank, program),
+            self.plan.slice(self.place, program),
             self.arena,
             self.groups,
             self._check,
@@ -164,7 +177,8 @@ class Session:
     def run(self, program: str, step: int = 0) -> dict[str, float]:
         """Collective. One step of a program; gives its outputs. `step` is for messages only."""
         bound = self._programs[program]
-        if bound.program.data and bound.read is None:
+        reads = any(task.stream == READ for task in bound.program.tasks)
+        if reads and bound.read is None:
             raise PlanError(f"program {program} reads data set {bound.program.data!r}: no reader")
         phase = bound.steps[bound.fired % len(bound.steps)]
         calls = iter(phase.calls)

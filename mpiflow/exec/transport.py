@@ -25,6 +25,7 @@ import numpy as np
 
 from mpiflow import errors
 from mpiflow.errors import LaunchError, MpiflowError, TaskError
+from mpiflow.plan.records import RECEIVE, SEND
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.volume import sent_elements
 
@@ -95,7 +96,8 @@ class Message(Protocol):
 class Call:
     """A collective with its buffers, flat and contiguous; counts are in elements.
 
-    One that is to be done `once` leaves nothing behind in the communicator.
+    One that is to be done `once` leaves nothing behind in the communicator. It may also be a
+    message to or from member `peer`, which knows it by the same `tag`.
     """
 
     kind: str
@@ -105,8 +107,13 @@ class Call:
     receive_counts: tuple[int, ...]
     reduce: str = ""
     once: bool = False
+    peer: int = -1
+    tag: int = 0
 
     def __str__(self) -> str:
+        if self.peer >= 0:
+            way = "to" if self.kind == SEND else "from"
+            return f"{self.kind} {way} member {self.peer} {self.send.size} {self.send.dtype}"
         counts = ",".join(map(str, self.send_counts or self.receive_counts))
         return f"{self.kind} {self.reduce}({counts}) {self.send.dtype}"
 
@@ -183,6 +190,20 @@ class Group(ABC):
         call = Call("all_to_all", send, receive, tuple(send_counts), tuple(receive_counts))
         return self._bound(call, call.send_counts)
 
+    def bind_send(self, buffer: np.ndarray, peer: int, tag: int) -> Start:
+        """Sends to member `peer`, which receives it by the same tag, those of a tag in order."""
+        return self._bound_message(SEND, buffer, peer, tag)
+
+    def bind_receive(self, buffer: np.ndarray, peer: int, tag: int) -> Start:
+        """Receives what member `peer` sends by the same tag."""
+        return self._bound_message(RECEIVE, buffer, peer, tag)
+
+    def _bound_message(self, kind: str, buffer: np.ndarray, peer: int, tag: int) -> Start:
+        count = (buffer.size,)
+        call = Call(kind, buffer, buffer, count, count, peer=peer, tag=tag)
+        self._validate(call)
+        return self._bind(call, buffer.nbytes if kind == SEND else 0).start
+
     def all_to_all_once(
         self,
         send: np.ndarray,
@@ -213,7 +234,7 @@ class Group(ABC):
         if call.send.dtype != call.receive.dtype:
             raise TaskError(f"{self.label}: {call} receives into {call.receive.dtype}")
         members = max(len(call.send_counts), len(call.receive_counts))
-        if call.kind != "all_reduce" and members != self.size:
+        if call.kind not in ("all_reduce", SEND, RECEIVE) and members != self.size:
             raise TaskError(f"{self.label}: {call} has {members} counts for {self.size} members")
         itemsize(str(call.send.dtype))
         if call.reduce:

@@ -19,6 +19,7 @@ def gradients(graph: Graph, loss: Tensor, wrt: list[Tensor]) -> list[Tensor | No
         dys = [found.get(output) for output in node.outputs]
         if all(dy is None for dy in dys) or not any(t in needed for t in node.outputs):
             continue
+        before = len(graph.nodes)
         with graph.scope(f"grad/{node.name}", node.where):
             whole = tuple(
                 arithmetic["fill"](t.shape, 0.0, t.dtype) if dy is None else dy
@@ -29,6 +30,7 @@ def gradients(graph: Graph, loss: Tensor, wrt: list[Tensor]) -> list[Tensor | No
             for tensor, dx in zip(node.inputs, dxs, strict=True):
                 if dx is not None and tensor in needed:
                     found[tensor] = found[tensor] + dx if tensor in found else dx
+        graph.origins.update(dict.fromkeys(graph.nodes[before:], node))
     return [found.get(tensor) for tensor in wrt]
 
 

@@ -49,8 +49,10 @@ class Variable:
 class Graph:
     """Nodes in topological order, with named inputs, variables, assignments and outputs.
 
-    `updates` are the optimizer's nodes, which come after forward and backward pass. The step is
-    done in so many `micro_batches`, which only what is defined on one of them needs to know.
+    `updates` are the optimizer's nodes, which come after forward and backward pass. `origins`
+    names, for each node of the backward pass, the one that it differentiates; `stages` the pipeline
+    stage of the nodes that the user pinned to one. The step is done in so many `micro_batches`,
+    which only what is defined on one of them needs to know.
     `hint_lines` are the lines that gave the hints, by tensor as these.
     """
 
@@ -66,11 +68,14 @@ class Graph:
     hints: dict[str, Hint] = field(default_factory=dict)
     hint_lines: dict[str, str] = field(default_factory=dict)
     updates: set[Node] = field(default_factory=set)
+    origins: dict[Node, Node] = field(default_factory=dict)
+    stages: dict[Node, int] = field(default_factory=dict)
     policy: Policy | None = None
     micro_batches: int = 1
     _counts: dict[str, int] = field(default_factory=dict)
     _scopes: list[str] = field(default_factory=list)
     _where: list[str] = field(default_factory=list)
+    _stage: int | None = None
 
     @property
     def where(self) -> str:
@@ -96,6 +101,15 @@ class Graph:
             self._scopes.pop()
             if where is not None:
                 self._where.pop()
+
+    @contextmanager
+    def stage(self, index: int) -> Iterator[None]:
+        """Pin the nodes that are added inside to a pipeline stage."""
+        before, self._stage = self._stage, index
+        try:
+            yield
+        finally:
+            self._stage = before
 
     def input(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """A field of the batch."""
@@ -163,6 +177,8 @@ class Graph:
         for tensor in outputs:
             tensor.node = node
         self.nodes.append(node)
+        if self._stage is not None:
+            self.stages[node] = self._stage
         return outputs
 
     def assign(self, variable: Tensor, value: Tensor) -> None:

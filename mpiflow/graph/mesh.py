@@ -16,6 +16,8 @@ from mpiflow.errors import UsageError
 
 MICRO = "micro"
 """The name of the axis that runs in time; no axis of ranks may have it."""
+STAGE = "stage"
+"""The name of the axis along which the model is cut into pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,34 @@ class Mesh:
         if micro_batches == 1:
             return self
         return Mesh(((MICRO, micro_batches), *self.axes), timed=True)
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages there are; 1 without an axis of that name."""
+        return self.sizes[self.index(STAGE)] if STAGE in self.names else 1
+
+    def within_stage(self) -> Mesh:
+        """The ranks of one stage, on the other axes; the mesh itself where there are no stages."""
+        if STAGE not in self.names:
+            return self
+        axes = tuple(axis for axis in self.axes if axis[0] != STAGE)
+        return Mesh(axes or (("data", 1),), self.timed)
+
+    def stage_of(self, rank: int) -> tuple[int, int]:
+        """The stage of a rank, and which rank it is of those of the stage."""
+        if STAGE not in self.names:
+            return 0, rank
+        where, axis = list(self.coordinates(rank)), self.index(STAGE)
+        stage = where.pop(axis)
+        return stage, self.within_stage().rank(tuple(where or (0,)))
+
+    def rank_in_stage(self, stage: int, rank: int) -> int:
+        """The rank that is `rank` of those of a stage."""
+        if STAGE not in self.names:
+            return rank
+        where = list(self.within_stage().coordinates(rank))[: len(self.axes) - 1]
+        where.insert(self.index(STAGE), stage)
+        return self.rank(tuple(where))
 
     def index(self, axis: str) -> int:
         """The position of an axis; axis 0 is the outermost."""

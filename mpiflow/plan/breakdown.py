@@ -12,17 +12,20 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from math import floor, log10
 
+from mpiflow.graph.mesh import STAGE
+from mpiflow.plan.join import joined
 from mpiflow.plan.peak import Peak, peak
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.traffic import sent_each
-from mpiflow.plan.unroll import unroll
 
 _DIGITS = 4
 """Of a step's seconds, in plans too."""
 _WAITS = {
     "compute": "idle",
     "comm": "waiting for collectives",
+    "send": "waiting for messages to leave",
+    "receive": "waiting for other stages",
     "read": "waiting for reads",
     "write": "waiting for writes",
 }
@@ -69,12 +72,17 @@ def breakdowns(a: Plan, b: Plan) -> list[Breakdown]:
         found.append(_in_seconds("step of train", step_seconds(a, ours), step_seconds(b, theirs)))
         sent = _sent(a, ours), _sent(b, theirs)
         found.append(_joined("sent in a step, by the rank that sends most", "B", 1.0, *sent))
-    peaks = peak(a), peak(b)
+    peaks = peak(_largest(a)), peak(_largest(b))
     title = "memory of a rank, at the peak"
     memory = _joined(title, "B", 1.0, *(dict(each.classes) for each in peaks))
     moments = (f"first: {_moment(peaks[0])}", f"second: {_moment(peaks[1])}")
     found.append(replace(memory, notes=moments))
     return found
+
+
+def _largest(plan: Plan) -> Plan:
+    """The pipeline stage whose arena is largest."""
+    return max(plan.stages(), key=lambda stage: sum(nbytes for _, nbytes in stage.arenas))
 
 
 def _moment(at: Peak) -> str:
@@ -84,12 +92,15 @@ def _moment(at: Peak) -> str:
 
 
 def step_seconds(plan: Plan, program: Program) -> dict[str, float]:
-    """The seconds of a step by the op that computes, and by what the computation waits for."""
+    """The seconds of a step by the op that computes, and by what the computation waits for.
+
+    Of pipeline stages, the average.
+    """
     seconds: dict[str, float] = {}
-    for task in unroll(program).tasks:
+    for task in joined(plan, program.name).tasks:
         if task.kind == "compute":
             name = f"compute {task.op}"
-            seconds[name] = seconds.get(name, 0.0) + task.seconds
+            seconds[name] = seconds.get(name, 0.0) + task.seconds / plan.mesh.stages
     for kind, waited in simulate(plan, program.name).exposed:
         seconds[_WAITS[kind]] = waited
     return seconds
@@ -99,7 +110,7 @@ def _sent(plan: Plan, program: Program) -> dict[str, int]:
     """The bytes of each kind of collective, and what they go along."""
     sent = Counter[str]()
     for task, nbytes in sent_each(plan, program):
-        sent[f"{task.op} along {task.axis}"] += nbytes
+        sent[f"{task.op} along {task.axis or STAGE}"] += nbytes
     return dict(sent)
 
 

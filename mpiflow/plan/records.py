@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 COMPUTE, READ, WRITE = "compute", "read", "write"
+SEND, RECEIVE = "send", "receive"
+"""Kinds of tasks whose streams are named after these and the other stage: `send.1`."""
 
 
 def communication_stream(axis: str) -> str:
@@ -41,8 +43,9 @@ def communication_stream(axis: str) -> str:
 class Register:
     """Memory of one tensor: `slots` buffers of `nbytes` each, side by side from `offset`.
 
-    `aliases` names the register or variable whose memory this one shares on purpose. `micro` is
-    the micro-batch that it holds, in a program that `unroll` made.
+    Firing after firing takes the next slot, over steps; with `rewound`, micro-batch k of every step
+    takes slot k modulo `slots`. `aliases` names the register or variable whose memory this one
+    shares on purpose. `micro` is the micro-batch that it holds, in a program that `unroll` made.
     """
 
     name: str
@@ -54,30 +57,36 @@ class Register:
     slots: int = 1
     aliases: str = ""
     micro: int = 0
+    rewound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Variable(Register):
-    """A register that persists over steps and programs, and is saved in checkpoints."""
+    """A register that persists over steps and programs, and is saved in checkpoints.
+
+    One that several pipeline stages keep, each in its own place, has a record for each `stage`.
+    """
 
     trainable: bool = True
     where: str = ""
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """A unit of work on one stream.
 
-    `kind` is compute, collective, read or write. `op` is the op's name, or the collective:
-    all_reduce, all_gather, reduce_scatter, all_to_all, exchange. `inputs` and `outputs` name
-    registers and variables. `axis` is the mesh axis that a collective runs along, or several of
-    them, outermost first: `data,model`. `after` names tasks of the same program that must be done
-    first though no register says so (a variable is overwritten after its last reader). `workspace`
-    is (offset, bytes).
+    `kind` is compute, collective, read, write, send or receive. `op` is the name of the op, or the
+    collective: all_reduce, all_gather, reduce_scatter, all_to_all, exchange. A send, and a receive
+    with the same `attributes["message"]`, move a tensor to or from another `attributes["stage"]`.
+    `inputs` and `outputs` name registers and variables. `axis` is the mesh axis that a collective
+    runs along, or several of them, outermost first: `data,model`. `after` names tasks of the same
+    program that must be done first though no register says so (a variable is overwritten after its
+    last reader). `workspace` is (offset, bytes).
     `nbytes` is the memory that a compute task touches, or the largest payload that a rank sends.
     `where` is the line of the user's program. `seconds` is predicted. Costs are those of one
-    firing. `phase` is the part of the step, see `Program`; `micro` is the micro-batch of a firing,
-    in a program that `unroll` made.
+    firing. `phase` is the part of the step, and `segment` the part of the last loop, see `Program`;
+    `micro` is the micro-batch of a firing, in a program that `unroll` made.
     """
 
     name: str
@@ -95,6 +104,7 @@ class Task:
     seconds: float = 0.0
     where: str = ""
     phase: int = 0
+    segment: int = 0
     micro: int = 0
 
 
@@ -116,6 +126,9 @@ class Program:
     micro-batch. The layouts of its registers have a first part more, for the axis of time; a
     register that is B there but is written in a loop gathers a sum, or rows, over its turns.
     `plan.unroll` writes the loops out.
+
+    With pipeline stages each `stage` has a program of the same name. Its last loop is in segments
+    (forward, backward), and `sequence` says which segment is done of which micro-batch, in turn.
     """
 
     name: str
@@ -127,6 +140,8 @@ class Program:
     seconds: float = 0.0
     data: str = ""
     micro_batches: int = 1
+    stage: int = 0
+    sequence: tuple[tuple[int, int], ...] = ()
 
     def needs(self) -> dict[str, tuple[str, ...]]:
         """By task: the tasks that must be done before it, for its inputs or by its `after`.
@@ -240,7 +255,8 @@ class Plan:
 
     `identity` says what is computed, by section (model, optimizer, data, batch, seed, numerics);
     its hash is the program digest, which no rank count, mesh, machine or device changes.
-    `arenas` gives the bytes of each arena; `process_bytes` the predicted memory of the process.
+    `arenas` gives the bytes of each arena, those of the largest first where there are stages;
+    `process_bytes` the predicted memory of the process.
     `notes` are remarks for the user. `ops` are those of the user's own, whose code is not here.
     `first` is what fills variables when a new run begins. `overlap` is whether collectives are
     taken to progress while ranks compute; it changes predictions only. `layouts` says how good
@@ -269,6 +285,26 @@ class Plan:
     layouts: Layouts = Layouts()
     format: int = FORMAT
 
+    def at_stage(self, stage: int) -> Plan:
+        """What the ranks of one pipeline stage do, as a plan for them alone."""
+        if self.mesh.stages == 1:
+            return self
+        return replace(
+            self,
+            mesh=self.mesh.within_stage(),
+            variables=tuple(v for v in self.variables if v.stage == stage),
+            arenas=(("host", dict(self.arenas)[f"host.{stage}"]),),
+            programs=tuple(p for p in self.programs if p.stage == stage),
+        )
+
+    def stages(self) -> tuple[Plan, ...]:
+        """The plans of all stages; this one alone where there are none."""
+        return tuple(self.at_stage(stage) for stage in range(self.mesh.stages))
+
+    def distinct_variables(self) -> tuple[Variable, ...]:
+        """The variables, of which each counts once, whatever stages keep it."""
+        return tuple({v.name: v for v in reversed(self.variables)}.values())[::-1]
+
     def program(self, name: str) -> Program | None:
         """The program of that name, if the job has one."""
         return next((p for p in self.programs if p.name == name), None)
@@ -278,14 +314,14 @@ class Plan:
         return next(d for d in self.data if d.name == name)
 
     def mesh_of(self, program: Program) -> Mesh:
-        """The mesh of a program's layouts: with the axis of time, where it has micro-batches."""
-        return self.mesh.in_time(program.micro_batches)
+        """The mesh of a program's layouts: that of a stage, with the axis of time if it has one."""
+        return self.mesh.within_stage().in_time(program.micro_batches)
 
     def communicators(self) -> tuple[str, ...]:
         """What collectives run along: every axis, and the sets of several that tasks name."""
         tasks = (task for program in self.programs for task in program.tasks)
         named = (task.axis for task in tasks if task.kind == "collective")
-        return tuple(dict.fromkeys((*self.mesh.names, *named)))
+        return tuple(dict.fromkeys((*self.mesh.within_stage().names, *named)))
 
     def slice(self, rank: int, program: Program | None = None) -> RankPlan:
         """The plan seen from one rank: its variables, or the tensors of a program."""
@@ -296,7 +332,8 @@ class Plan:
 
     def tensors(self, program: Program) -> dict[str, Register]:
         """Variables and the registers of a program, by name; names are unique over both."""
-        variables = in_time(self.variables, self.mesh_of(program))
+        kept = (v for v in self.variables if v.stage == program.stage or self.mesh.stages == 1)
+        variables = in_time(kept, self.mesh_of(program))
         return {r.name: r for r in (*variables, *program.registers)}
 
 

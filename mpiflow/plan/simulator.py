@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpiflow.errors import PlanError
+from mpiflow.plan.join import joined, stage_of
 from mpiflow.plan.records import READ, WRITE, Plan, Program, Task
-from mpiflow.plan.unroll import slot_before, unroll
+from mpiflow.plan.unroll import slot_before
 from mpiflow.plan.verify_order import in_turn, waits_of
 
-KINDS = ("compute", "comm", "read", "write")
+KINDS = ("compute", "comm", "send", "receive", "read", "write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,9 @@ class Event:
 class Simulation:
     """Some steps of a program. `busy` (by stream) and `exposed` are those of the last step.
 
-    `exposed` is how long compute stood still, by the kind of stream that it waited for last;
-    `ends` is when each step was over.
+    `exposed` is how long compute stood still, by the kind of stream that it waited for last: of
+    pipeline stages, on average. What they wait for one another is there as "receive". `ends` is
+    when each step was over.
     """
 
     program: str
@@ -63,8 +65,8 @@ class Simulation:
 
 
 def stream_kind(stream: str) -> str:
-    """compute, comm, read or write."""
-    return stream.partition(".")[0]
+    """compute, comm, send, receive, read or write."""
+    return stream.partition("@")[0].partition(".")[0]
 
 
 def simulate(
@@ -86,7 +88,7 @@ def simulate(
         raise PlanError(f"the plan has no program {program!r}; it has {names}")
     if steps < 1:
         raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
-    chosen = unroll(chosen, micro_batches)
+    chosen = joined(plan, program, micro_batches)
     run = _Run(chosen, _durations(chosen, dict(factors or {})), plan.overlap)
     for step in range(steps):
         run.step(step)
@@ -122,30 +124,47 @@ class _Run:
         self.ends: list[float] = []
         self.events: list[Event] = []
         self.free = dict.fromkeys((stream for stream, _ in program.order), 0.0)
-        self.exposed: dict[str, float] = {}
+        self.stages = 1 + max((stage_of(stream) for stream in self.free), default=0)
+        self.exposed: list[dict[str, float]] = []
 
     def step(self, step: int) -> None:
         """Fire every task once."""
         begin = self.ends[-1] if self.ends else 0.0
         stops = [0.0] * len(self.order)
         self.stops.append(stops)
-        self.exposed = dict.fromkeys(KINDS, 0.0)
-        computed = begin
+        self.exposed = [dict.fromkeys(KINDS, 0.0) for _ in range(self.stages)]
+        computed = [begin] * self.stages
         for i in self.order:
             task = self.program.tasks[i]
             start, reason = self._start(i, task, step, begin)
             if task.kind == "compute":
-                self.exposed[reason] += max(0.0, start - computed)
-                computed = start + self.seconds[i]
+                stage = stage_of(task.stream)
+                self.exposed[stage][reason] += max(0.0, start - computed[stage])
+                computed[stage] = start + self.seconds[i]
             if self.overlap or stream_kind(task.stream) != "comm":
                 self._fire(i, start, step)
             else:
                 self.pending[i] = start
         for i in list(self.pending):
-            self._settle(i, computed, step)
+            self._settle(i, computed[stage_of(self.program.tasks[i].stream)], step)
         inside = [stops[i] for i in self.order if not self._outlives(i)]
         self.ends.append(max([begin, *inside]))
-        self.exposed["comm"] += self.ends[-1] - computed
+        for stage, last in enumerate(computed):
+            self._expose_end(stage, last, stops)
+
+    def _expose_end(self, stage: int, last: float, stops: list[float]) -> None:
+        """What a stage waits for at the end: its own collectives, then other stages."""
+        end = self.ends[-1]
+        if self.stages > 1:
+            own = (
+                stops[i]
+                for i, task in enumerate(self.program.tasks)
+                if stream_kind(task.stream) == "comm" and stage_of(task.stream) == stage
+            )
+            over = max(last, *own, last)
+            self.exposed[stage]["receive"] += end - over
+            end = over
+        self.exposed[stage]["comm"] += end - last
 
     def _fire(self, i: int, start: float, step: int) -> None:
         task = self.program.tasks[i]
@@ -217,7 +236,9 @@ class _Run:
             ends=tuple(self.ends),
             events=tuple(sorted(self.events, key=lambda e: (e.step, e.start, e.stop))),
             busy=tuple((stream, busy[stream]) for stream in self.free),
-            exposed=tuple(self.exposed.items()),
+            exposed=tuple(
+                (kind, sum(stage[kind] for stage in self.exposed) / self.stages) for kind in KINDS
+            ),
         )
 
 

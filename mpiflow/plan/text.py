@@ -12,7 +12,7 @@ from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Task
 from mpiflow.plan.simulator import Simulation, simulate
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.store import canonical, content_digest, program_digest
-from mpiflow.plan.traffic import bytes_sent
+from mpiflow.plan.traffic import most_sent
 from mpiflow.plan.unroll import ENOUGH, folded, unroll
 
 _WIDTH = 120  # characters of a line
@@ -50,7 +50,7 @@ def _digits(number: float) -> str:
 def summary(plan: Plan) -> dict[str, Any]:
     """The figures of a plan as `mpiflow plan --json` prints them."""
     train = plan.program("train")
-    tasks = train.tasks if train else ()
+    tasks = [task for p in plan.programs if p.name == "train" for task in p.tasks]
     content = canonical(plan)
     return {
         "job": plan.job,
@@ -58,7 +58,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "program": program_digest(plan),
         "ranks": plan.mesh.size,
         "mesh": dict(plan.mesh.axes),
-        "parameters": sum(prod(v.shape) for v in plan.variables if v.trainable),
+        "parameters": sum(prod(v.shape) for v in plan.distinct_variables() if v.trainable),
         "nodes": sum(task.kind == "compute" for task in tasks),
         "tasks": sum(len(program.tasks) for program in plan.programs),
         "plan_bytes": len(content),
@@ -66,7 +66,7 @@ def summary(plan: Plan) -> dict[str, Any]:
             "step_seconds": train.seconds if train else 0.0,
             "peak_bytes": dict(plan.arenas),
             "process_bytes": plan.process_bytes,
-            "bytes_sent": bytes_sent(plan, train) if train else 0,
+            "bytes_sent": most_sent(plan, "train"),
         },
         "layouts": {
             "seconds": plan.layouts.seconds,
@@ -95,6 +95,17 @@ def show(plan: Plan) -> str:
     lines = [*_header(plan)]
     if plan.data:
         lines += ["", "data", *table([_data_row(data) for data in plan.data])]
+    for number, stage in enumerate(plan.stages()):
+        if plan.mesh.stages > 1:
+            held = size_text(dict(stage.arenas)["host"])
+            lines += ["", f"== stage {number} of {plan.mesh.stages}: {held} arena =="]
+        lines += _stage(stage)
+    return "\n".join(lines) + "\n"
+
+
+def _stage(plan: Plan) -> list[str]:
+    """Variables and programs of one pipeline stage, or of all there is."""
+    lines: list[str] = []
     if plan.variables:
         rank = plan.slice(0)
         rows = [_variable_row(v, rank, v.where) for v in plan.variables]
@@ -102,13 +113,13 @@ def show(plan: Plan) -> str:
         lines += ["", "variables", *table(rows, heads)]
     for program in plan.programs:
         lines += ["", *_program(plan, program)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _header(plan: Plan) -> list[str]:
     figures = summary(plan)
     predicted = figures["predicted"]
-    arenas = ", ".join(f"{size_text(size)} {name}" for name, size in plan.arenas)
+    arenas = ", ".join(f"{size_text(size)} {name}" for name, size in plan.arenas[:1])
     rows = [
         ("plan", f"{plan.job} for {plan.mesh.size} ranks, mesh {plan.mesh}, device {plan.device}"),
         ("digest", figures["digest"]),
@@ -189,7 +200,8 @@ def _in_order(plan: Plan, program: Program) -> list[Task]:
     events = simulate(plan, program.name, 1, micro_batches=ENOUGH).events
     started = [firings[event.task] for event in events]
     tasks = {task.name: task for task in program.tasks}
-    return sorted((tasks[folded(t)] for t in started if not t.micro), key=lambda t: t.phase)
+    ordered = (tasks[folded(t)] for t in started if not t.micro)
+    return sorted(ordered, key=lambda t: (t.phase, t.segment))
 
 
 def _cut_text(program: Program) -> str:
@@ -199,13 +211,20 @@ def _cut_text(program: Program) -> str:
 
 def _under_phases(program: Program, tasks: list[Task], lines: list[str]) -> list[str]:
     """The lines of tasks with a heading before each part of the step."""
-    headed, phase = [], -1
+    headed: list[str] = []
+    before = (-1, -1)
     for task, line in zip(tasks, lines, strict=True):
-        if task.phase != phase:
-            phase = task.phase
-            turns = f"for each of {program.micro_batches} micro-batches" if phase % 2 else "once"
-            headed.append(f"  -- {turns} --")
+        if (task.phase, task.segment) != before:
+            before = task.phase, task.segment
+            turns = f"for each of {program.micro_batches} micro-batches"
+            if program.sequence and task.phase % 2:
+                turns = f"segment {task.segment}, {turns}"
+            headed.append(f"  -- {turns if task.phase % 2 else 'once'} --")
         headed.append(line)
+    if program.sequence:
+        turns = " ".join(f"{segment}:{micro}" for segment, micro in program.sequence[:24])
+        more = " ..." if len(program.sequence) > 24 else ""
+        headed.append(f"  segments in turn, with their micro-batch: {turns}{more}")
     return headed
 
 

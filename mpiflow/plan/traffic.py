@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import S, unit_span
 from mpiflow.plan.exchange import copies
-from mpiflow.plan.records import Plan, Program, Register, Task
-from mpiflow.plan.rows import ROW_KINDS, most_sent
+from mpiflow.plan.records import SEND, Plan, Program, Register, Task
+from mpiflow.plan.rows import ROW_KINDS
+from mpiflow.plan.rows import most_sent as most_rows_sent
 from mpiflow.plan.slice import RankPlan, common, itemsize, reduced_elements
 from mpiflow.plan.volume import sent_elements
 
@@ -29,11 +30,16 @@ def bytes_sent(plan: Plan, program: Program) -> int:
     return sum(nbytes for _, nbytes in sent_each(plan, program))
 
 
+def most_sent(plan: Plan, name: str) -> int:
+    """Payload bytes that a step of a program sends, of the rank that sends most on any stage."""
+    return max((bytes_sent(plan, p) for p in plan.programs if p.name == name), default=0)
+
+
 def sent_each(plan: Plan, program: Program) -> list[tuple[Task, int]]:
-    """The collectives, with what each sends in a step on the rank that sends most of all."""
+    """Collectives and sends, with what each sends in a step on the rank that sends most of all."""
     firings = [
         (task, program.micro_batches if task.phase % 2 else 1)
-        for task in program.tasks if task.kind == "collective"
+        for task in program.tasks if task.kind in ("collective", SEND)
     ]  # fmt: skip
     return _most_sent(firings, plan.tensors(program), plan.mesh_of(program))
 
@@ -79,12 +85,15 @@ def _by_place(
     )  # fmt: skip
     inputs, outputs = (tuple(number[name] for name in x) for x in (task.inputs, task.outputs))
     attributes = tuple(task.attributes.items())
-    return _by_place_once(mesh, task.op, task.axis, attributes, inputs, outputs, registers)
+    return _by_place_once(
+        mesh, task.kind, task.op, task.axis, attributes, inputs, outputs, registers
+    )
 
 
 @lru_cache(maxsize=4096)
 def _by_place_once(
     mesh: Mesh,
+    kind: str,
     op: str,
     axis: str,
     attributes: tuple[tuple[str, Any], ...],
@@ -92,7 +101,7 @@ def _by_place_once(
     outputs: tuple[str, ...],
     registers: tuple[Register, ...],
 ) -> tuple[list[list[int]], NDArray[np.int64]]:
-    task = Task("", "collective", "", op, inputs, outputs, dict(attributes), axis)
+    task = Task("", kind, "", op, inputs, outputs, dict(attributes), axis)
     tensors = {register.name: register for register in registers}
     places = _places(mesh, task, tensors)
     sent = np.array([
@@ -104,8 +113,11 @@ def _by_place_once(
 
 def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
     """Payload bytes that a rank sends in a collective; as `RankPlan.sent_bytes`, without peers."""
+    if task.kind == SEND:
+        sent = tensors[task.inputs[0]]
+        return prod(rank.shape(sent)) * itemsize(sent.dtype)
     if task.op in ROW_KINDS:
-        return most_sent(rank, task, tensors)
+        return most_rows_sent(rank, task, tensors)
     source, target = tensors[task.inputs[0]], tensors[task.outputs[0]]
     axes = rank.mesh.along(task.axis)
     pairs = [(tensors[a], tensors[b]) for a, b in zip(task.inputs, task.outputs, strict=True)]
@@ -189,8 +201,9 @@ def _places(mesh: Mesh, task: Task, tensors: dict[str, Register]) -> list[list[i
                     places[axis].add(extra)
                     shorter |= {base * sbp.unit, (base + (extra > 0)) * sbp.unit}
                 lengths[sbp.dim] = shorter
-    axes = mesh.along(task.axis)
-    differing = _differs_by_rank(task, tensors[task.inputs[0]], tensors[task.outputs[0]])
+    axes = mesh.along(task.axis) if task.axis else ()
+    targets = task.outputs or task.inputs  # a send has none
+    differing = _differs_by_rank(task, tensors[task.inputs[0]], tensors[targets[0]])
     for axis in (*axes, *differing) if differing else ():
         places[axis].update(range(mesh.sizes[axis]))
     if task.op == "all_reduce":  # whose segments are spans of the shard's elements

@@ -4,8 +4,10 @@
     a sum a, B, made in a loop    a#0, a#1, ...    a#k is a#k-1 with one more contribution, in place
     any other register            itself
 
-Only reads run ahead of a turn: what needs nothing else of it (a collective on a field, say) comes
-after the last compute task of the turn before.
+Only reads and receives run ahead of a turn: what needs nothing else of it (a collective on a field,
+say) comes after the last compute task of the turn before. With pipeline stages the turns of the
+last loop are those of the program's `sequence`; what fills a slot of a register comes after all
+that used what it held.
 
 What the loops of the plan mean is said here once: verifier, simulator and binder all work on the
 program that this gives, which is one without loops.
@@ -16,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpiflow.graph.sbp import B
-from mpiflow.plan.records import COMPUTE, READ, Program, Register, Task
+from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Register, Task
 
 ENOUGH = 3
 """Micro-batches that stand for any number: a first, one in the middle and a last.
@@ -32,6 +34,11 @@ def unroll(program: Program, micro_batches: int | None = None) -> Program:
     return _Unroller(program, micro_batches or program.micro_batches).unrolled()
 
 
+def enough(program: Program) -> int:
+    """Micro-batches that stand for any number: with slots, more than are in flight at once."""
+    return ENOUGH + max((r.slots for r in program.registers if r.rewound), default=0)
+
+
 def folded(firing: Task) -> str:
     """The name in the plan of the task that a firing is of."""
     return firing.name.rpartition("#")[0] if firing.phase % 2 else firing.name
@@ -42,6 +49,9 @@ def slot_before(register: Register, micro_batches: int) -> tuple[str, int]:
     name, _, micro = register.name.rpartition("#")
     if micro_batches == 1 or micro != str(register.micro):
         return register.name, register.slots
+    if register.rewound and register.micro < register.slots:
+        turns = (micro_batches - 1 - register.micro) // register.slots
+        return _numbered(name, register.micro + turns * register.slots), 1
     steps, earlier = divmod(register.micro - register.slots, micro_batches)
     return _numbered(name, earlier), -steps
 
@@ -59,21 +69,25 @@ class _Unroller:
             for name in task.outputs
             if name in registers
         }
-        self.first, self.last = self._ends_of_turns()
+        self.members: dict[tuple[int, int | None], list[int]] = {}
+        for i, task in enumerate(program.tasks):
+            for segment in (None, task.segment):
+                self.members.setdefault((task.phase, segment), []).append(i)
+        self.first = self._beginning_turns()
+        self.turns = {phase: self._turns(phase) for phase in sorted(set(self.phase.values()))}
+        self.waits: dict[tuple[str, int], list[str]] = {}
+        self._wait_for_turns()
+        self._wait_for_slots()
         self.index: dict[tuple[int, int], int] = {}
         self.tasks: list[Task] = []
 
     def unrolled(self) -> Program:
-        phases = sorted({task.phase for task in self.program.tasks})
-        for phase in phases:
-            members = [i for i, t in enumerate(self.program.tasks) if t.phase == phase]
-            for micro in range(self._firings(phase)):
-                for i in members:
+        for phase, turns in self.turns.items():
+            for segment, micro in turns:
+                for i in self._members(phase, segment):
                     self.index[i, micro] = len(self.tasks)
                     self.tasks.append(self._task(self.program.tasks[i], micro))
-        order = tuple(
-            (stream, tuple(self._order(indices, phases))) for stream, indices in self.program.order
-        )
+        order = tuple((stream, self._order(indices)) for stream, indices in self.program.order)
         outputs = tuple(
             replace(o, register=self._name(o.register, 0, -1)) for o in self.program.outputs
         )
@@ -85,29 +99,71 @@ class _Unroller:
             outputs=outputs,
         )
 
-    def _ends_of_turns(self) -> tuple[set[str], dict[int, str]]:
-        """Tasks that begin a turn on other streams than `compute`; the last of compute, by loop."""
+    def _turns(self, phase: int) -> list[tuple[int | None, int]]:
+        """The turns of a phase: which segment (None: all) is done of which micro-batch."""
+        if not phase % 2:
+            return [(None, 0)]
+        if self.program.sequence and phase == max(p for p in self.phase.values() if p % 2):
+            return [(segment, k) for segment, k in self.program.sequence if k < self.count]
+        return [(None, micro) for micro in range(self.count)]
+
+    def _members(self, phase: int, segment: int | None) -> list[int]:
+        """The tasks of a turn."""
+        return self.members.get((phase, segment), [])
+
+    def _beginning_turns(self) -> set[str]:
+        """Tasks that begin a turn on other streams than `compute`, and do not run ahead of it."""
         needs, tasks = self.program.needs(), {task.name: task for task in self.program.tasks}
         first = set()
         for task in self.program.tasks:
-            if task.phase % 2 and task.stream not in (COMPUTE, READ):
+            if task.phase % 2 and task.kind not in ("compute", "read", RECEIVE):
                 before = (tasks[name] for name in needs[task.name])
-                if not any(t.phase == task.phase and t.stream != READ for t in before):
+                turn = task.phase, task.segment
+                if not any((t.phase, t.segment) == turn and t.kind not in ("read", RECEIVE)
+                           for t in before):  # fmt: skip
                     first.add(task.name)
-        computed = [self.program.tasks[i] for i in dict(self.program.order).get(COMPUTE, ())]
-        return first, {task.phase: task.name for task in computed}
+        return first
 
-    def _firings(self, phase: int) -> int:
-        return self.count if phase % 2 else 1
+    def _wait_for_turns(self) -> None:
+        """Let what begins a turn come after the last firing of compute of the turns before."""
+        computed: dict[tuple[int, int | None], str] = {}
+        for i in dict(self.program.order).get(COMPUTE, ()):
+            task = self.program.tasks[i]
+            computed[task.phase, None] = computed[task.phase, task.segment] = task.name
+        for phase, turns in self.turns.items():
+            last = ""
+            for segment, micro in turns:
+                for i in self._members(phase, segment):
+                    name = self.program.tasks[i].name
+                    if last and name in self.first:
+                        self.waits.setdefault((name, micro), []).append(last)
+                if (phase, segment) in computed:
+                    last = _numbered(computed[phase, segment], micro)
 
-    def _order(self, indices: tuple[int, ...], phases: list[int]) -> list[int]:
-        return [
-            self.index[i, micro]
-            for phase in phases
-            for micro in range(self._firings(phase))
-            for i in indices
-            if self.program.tasks[i].phase == phase
-        ]
+    def _wait_for_slots(self) -> None:
+        """Let what fills a slot anew come after the firings on other streams that used it."""
+        registers = {r.name: r for r in self.program.registers}
+        root = {name: _root(registers, name) for name in registers}
+        made = {n: task for task in self.program.tasks for n in task.outputs if n in registers}
+        users: dict[str, list[Task]] = {}
+        for task in self.program.tasks:
+            for name in task.inputs:
+                if name in registers and registers[name].rewound:
+                    users.setdefault(root[name], []).append(task)
+        for name, tasks in users.items():
+            producer, slots = made[name], registers[name].slots
+            others = [t.name for t in tasks if t.stream != producer.stream]
+            for micro in range(slots, self.count):
+                waits = self.waits.setdefault((producer.name, micro), [])
+                waits += [_numbered(name, micro - slots) for name in others]
+
+    def _order(self, indices: tuple[int, ...]) -> tuple[int, ...]:
+        found = []
+        for phase, turns in self.turns.items():
+            for segment, micro in turns:
+                members = set(self._members(phase, segment))
+                found += [self.index[i, micro] for i in indices if i in members]
+        return tuple(found)
 
     def _task(self, task: Task, micro: int) -> Task:
         inputs = [self._name(name, micro, task.phase) for name in task.inputs]
@@ -115,8 +171,7 @@ class _Unroller:
             if micro and name in self.loop and name not in self.in_time:
                 inputs.append(_numbered(name, micro - 1))
         after = [self._after(name, micro, task.phase) for name in task.after]
-        if micro and task.name in self.first and task.phase in self.last:
-            after.append(_numbered(self.last[task.phase], micro - 1))
+        after += self.waits.get((task.name, micro), ())
         return replace(
             task,
             name=_numbered(task.name, micro) if task.phase % 2 else task.name,
@@ -153,6 +208,12 @@ class _Unroller:
             name = _numbered(register.name, micro)
             copies.append(replace(register, name=name, aliases=aliases, micro=micro))
         return copies
+
+
+def _root(registers: dict[str, Register], name: str) -> str:
+    while registers[name].aliases in registers:
+        name = registers[name].aliases
+    return name
 
 
 def _numbered(name: str, micro: int) -> str:

@@ -5,6 +5,7 @@
     verify_layout      tensors and collectives
     verify_order       one step completes without buffering; what happens before what
     verify_memory      variables, aliases, shared bytes
+    verify_stages      pipeline stages, each of which is proven as a plan of its own
 
 Nothing here comes from the compiler: the plan's records alone are read.
 """
@@ -16,19 +17,28 @@ from collections.abc import Iterable
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import Broadcast, Partial, layout_text
-from mpiflow.plan.records import COMPUTE, READ, WRITE, Plan, Program, Task
-from mpiflow.plan.unroll import ENOUGH, unroll
+from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
+from mpiflow.plan.unroll import enough, unroll
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
 from mpiflow.plan.verify_memory import check_between, check_memory
 from mpiflow.plan.verify_order import order_of
 from mpiflow.plan.verify_phases import check_count, check_phases
+from mpiflow.plan.verify_stages import check_parts, check_together
 
 _STREAMS = {"compute": COMPUTE, "read": READ, "write": WRITE}
+_OTHERS = ("collective", SEND, RECEIVE)
+"""Kinds of tasks that have a stream for each communicator, or each lane to another stage."""
 _CHANGING = ("initialise", "train")
 
 
 def verify(plan: Plan) -> None:
     """Prove the plan; VerifyError with the smallest counter-example where that fails."""
+    if plan.mesh.stages > 1:
+        check_parts(plan)
+        for stage in plan.stages():
+            verify(stage)
+        check_together(plan)
+        return
     arena = dict(plan.arenas).get("host")
     if arena is None:
         raise VerifyError("the plan has no arena 'host', where all its memory lies")
@@ -69,7 +79,7 @@ def _check_program(plan: Plan, program: Program, arena: int) -> None:
             check_collective(task, tensors, mesh, context)
         _check_workspace(task, arena, context)
     check_phases(program, context)
-    program = unroll(program, ENOUGH)
+    program = unroll(program, enough(program))
     order = order_of(program)
     check_memory(plan, program, order)
     _check_reading(plan, program, context)
@@ -138,9 +148,9 @@ def _check_streams(program: Program, context: str) -> None:
                 f"{context}: {label(task)} fires {listed[index]} times in the order of stream "
                 f"{task.stream}; it must fire once"
             )
-        if task.kind not in (*_STREAMS, "collective"):
+        if task.kind not in (*_STREAMS, *_OTHERS):
             raise VerifyError(f"{context}: {label(task)} is of unknown kind {task.kind!r}")
-        if task.kind != "collective" and task.stream != _STREAMS[task.kind]:
+        if task.kind in _STREAMS and task.stream != _STREAMS[task.kind]:
             raise VerifyError(
                 f"{context}: {label(task)} of kind {task.kind} is on stream {task.stream}"
             )
@@ -173,7 +183,9 @@ def _check_producers(program: Program, context: str) -> None:
     used |= {output.register for output in program.outputs}
     used |= {r.name for r in program.registers if r.aliases and r.aliases not in registers}
     for task in program.tasks:
-        if task.kind != "write" and all(n in registers and n not in used for n in task.outputs):
+        if task.kind not in ("write", SEND) and all(
+            n in registers and n not in used for n in task.outputs
+        ):
             gives = ", ".join(task.outputs) or "nothing"
             raise VerifyError(f"{context}: {label(task)} gives {gives}, which no task reads")
 

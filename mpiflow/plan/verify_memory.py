@@ -134,7 +134,7 @@ def _check_alias(
     what = f"program {program.name}: register {register.name} of {label(producer)}"
     if target.name not in producer.inputs:
         raise VerifyError(f"{what} aliases {target.name}, which {label(producer)} does not read")
-    place, wanted = ((r.offset, r.nbytes, r.slots) for r in (register, target))
+    place, wanted = ((r.offset, r.nbytes, r.slots, r.rewound) for r in (register, target))
     if place != wanted:
         raise VerifyError(
             f"{what} aliases {target.name}, but lies at {_place(register)} and "
@@ -170,8 +170,10 @@ def _pieces(
         if r.micro and ahead & set(writers[r.name]):
             continue  # one piece for all slots
         variable = r.name in variables
+        slot, slots = (r.micro % r.slots, 1) if r.rewound else (0, r.slots)
         add(
-            f"{kind_of(r)} {r.name}", r.name, r.aliases, r.offset, r.slots * r.nbytes,
+            f"{kind_of(r)} {r.name}", r.name, r.aliases, r.offset + slot * r.nbytes,
+            slots * r.nbytes,
             -1 if variable else writers[r.name][0], uses,
             alone=variable or bool(ahead & set(writers[r.name])) or bool(behind & set(uses)),
             lasting=variable or r.name in kept or r.aliases in variables,

@@ -24,11 +24,12 @@ def verify_run(plan: Plan) -> None:
     for data in plan.data:
         _check_data(data)
     _check_first(plan)
-    _check_programs(plan)
-    for program in plan.programs:
-        _check_tasks(plan, program)
+    for stage in plan.stages():
+        _check_programs(stage)
+        for program in stage.programs:
+            _check_tasks(stage, program)
+        _check_arena(stage)
     _check_saving(plan)
-    _check_arena(plan)
 
 
 def _require(what: str, found: Any, wanted: Any) -> None:
@@ -158,26 +159,27 @@ def _check_read(task: Task, program: Program, data: DataSet, outputs: list[Regis
 
 
 def _check_saving(plan: Plan) -> None:
-    """The save program writes each variable once, as it is."""
-    save = plan.program("save")
-    if save is None:
-        raise VerifyError("the plan has no program 'save'")
-    tensors = plan.tensors(save)
+    """The save programs write each variable once, as it is."""
     missing = {variable.name: variable for variable in plan.variables}
-    for task in save.tasks:
-        if task.stream != WRITE:
-            continue
-        name = task.attributes.get("variable")
-        variable = missing.pop(name, None) if isinstance(name, str) else None
-        if variable is None or len(task.inputs) != 1:
-            raise VerifyError(f"program save: {task.name} writes {name!r}, no variable or one"
-                              " that is written already")  # fmt: skip
-        stored = tensors[task.inputs[0]]
-        _require(
-            f"program save: what {task.name} writes",
-            f"{stored.dtype} {stored.shape}",
-            f"{variable.dtype} {variable.shape}",
-        )
+    for stage in plan.stages():
+        save = stage.program("save")
+        if save is None:
+            raise VerifyError("the plan has no program 'save'")
+        tensors = stage.tensors(save)
+        for task in save.tasks:
+            if task.stream != WRITE:
+                continue
+            name = task.attributes.get("variable")
+            variable = missing.pop(name, None) if isinstance(name, str) else None
+            if variable is None or len(task.inputs) != 1:
+                raise VerifyError(f"program save: {task.name} writes {name!r}, no variable or one"
+                                  " that is written already")  # fmt: skip
+            stored = tensors[task.inputs[0]]
+            _require(
+                f"program save: what {task.name} writes",
+                f"{stored.dtype} {stored.shape}",
+                f"{variable.dtype} {variable.shape}",
+            )
     if missing:
         raise VerifyError(f"program save does not write variable {min(missing)}")
 

@@ -157,7 +157,7 @@ def test_data_info_gives_one_object_and_fails_where_a_file_is_bad(json_of, folde
         (["plan", "job.py", "--ranks", "two"], 2, "UsageError"),
         (["plan", "--ranks", 2], 2, "UsageError"),
         (["plan", "job.py", "--ranks", 2, "--after", "trace"], 2, "UsageError"),
-        (["plan", "job.py", "--mesh", "stage=2"], 1, "CompileError"),
+        (["plan", "job.py", "--mesh", "stage=99"], 1, "CompileError"),
         (["plan", "job.py", "--ranks", 2, "--data", "nowhere"], 1, "DataError"),
         (["plan", "job.py", "--ranks", 2, "-o", "."], 2, "UsageError"),
         (["plan", "job.py", "--ranks", 2, "-o", "job.py/x"], 1, "PlanError"),

@@ -61,7 +61,7 @@ def header(
     plan: Plan, *, digest: str, program: str, step: int, epoch: int, state: dict[str, Any]
 ) -> Header:
     """What the checkpoint of a run of `plan` says about it; both digests are those of the plan."""
-    variables = tuple(SavedVariable(v.name, v.shape, v.dtype) for v in plan.variables)
+    variables = tuple(SavedVariable(v.name, v.shape, v.dtype) for v in plan.distinct_variables())
     return Header(plan.job, step, epoch, digest, program, plan.identity, variables, state)
 
 

@@ -7,7 +7,7 @@ from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.trace import trace
-from mpiflow.errors import CompileError, SbpError
+from mpiflow.errors import SbpError
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.graph.sbp import B, P, S
 
@@ -126,11 +126,6 @@ def test_a_variable_or_an_input_is_never_partial():
     for on, name in [("weight", "fc1.weight"), ("input", "batch/image")]:
         with pytest.raises(SbpError, match=f"{name} is stored, so it cannot be P"):
             placed(hinted_job(P, on=on), "data=2", 64)
-
-
-def test_stages_are_refused_until_they_are_supported():
-    with pytest.raises(CompileError, match="pipelines over a 'stage' axis are not supported"):
-        compile_for("stage=2", classifier())
 
 
 def test_a_batch_smaller_than_the_ranks_that_split_it_is_noted():

@@ -1,0 +1,107 @@
+"""The part of a step that each pipeline stage does: its nodes, its messages, its segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpiflow.compiler.arrange import Target
+from mpiflow.compiler.lower import StageWork, lower
+from mpiflow.compiler.microbatch import Timing
+from mpiflow.compiler.pipeline import Pipeline, Sequence
+from mpiflow.compiler.signature import Placed
+from mpiflow.compiler.stages import Stages, part
+from mpiflow.compiler.transfer import Transfer, transfers
+from mpiflow.graph.graph import Node
+from mpiflow.plan.records import Program, Variable
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A traced graph with its layouts, its stages and the messages between them."""
+
+    placed: Placed
+    data: str
+    rows: int
+    target: Target
+    timing: Timing | None = None
+    stages: Stages | None = None
+    messages: tuple[Transfer, ...] = ()
+    zero: int = 0
+
+    def part(self, stage: int) -> Placed:
+        """The nodes, variables and fields of one stage; everything, where there are none."""
+        return part(self.placed, self.stages, stage) if self.stages else self.placed
+
+    def program(self, stage: int, variables: dict[str, Variable]) -> Program:
+        """The tasks of a stage, whose variables these are."""
+        placed = self.part(stage)
+        mesh = self.target.mesh.within_stage()
+        return lower(
+            placed,
+            variables,
+            mesh.in_time(self.timing.micro_batches if self.timing else 1),
+            self.target.machine,
+            data=self.data,
+            rows=self.rows,
+            timing=self.timing,
+            zero=self.zero,
+            stage=self._work(stage, placed) if self.stages else None,
+        )
+
+    def _work(self, stage: int, placed: Placed) -> StageWork:
+        assert self.stages is not None
+        pipeline = self.target.pipeline
+        sequence: Sequence = ()
+        if self.timing:
+            sequence = pipeline.sequence(stage, self.stages.stages, self.timing.micro_batches)
+        return StageWork(
+            stage,
+            tuple(m for m in self.messages if m.target == stage),
+            tuple(m for m in self.messages if m.source == stage),
+            sequence,
+            self._segments(stage, placed, pipeline),
+        )
+
+    def _segments(self, stage: int, placed: Placed, pipeline: Pipeline) -> dict[Node, int]:
+        """The segment of each node: of the first of its pieces that this stage has."""
+        assert self.stages is not None
+        graph, virtual = placed.graph, pipeline.virtual
+        backward = False
+        found = {}
+        for node, _ in placed.nodes:
+            backward = backward or node in graph.origins or node in graph.updates
+            chunk = next(c for c in self.stages.nodes[node] if self.stages.stage(c) == stage)
+            piece = chunk // self.stages.stages
+            found[node] = 2 * virtual - 1 - piece if backward else piece
+        if pipeline.schedule == "zero-bubble":
+            found.update(self._weight_gradients(stage, found, virtual))
+        return found
+
+    def _weight_gradients(
+        self, stage: int, segments: dict[Node, int], virtual: int
+    ) -> dict[Node, int]:
+        """The backward nodes that no other stage waits for, in segments of their own."""
+        awaited = {m.tensor for m in self.messages if m.source == stage and m.loop}
+        later = {}
+        for node in reversed(list(segments)):
+            if awaited.isdisjoint(node.outputs) and segments[node] >= virtual:
+                later[node] = segments[node] + virtual
+            else:
+                awaited.update(node.inputs)
+        return later
+
+
+def make_step(
+    placed: Placed,
+    data: str,
+    rows: int,
+    target: Target,
+    timing: Timing | None = None,
+    stages: Stages | None = None,
+    zero: int = 0,
+) -> Step:
+    """A step, with the messages that its stages need, to be lowered at a level of `zero`."""
+    messages: tuple[Transfer, ...] = ()
+    if stages is not None:
+        messages = transfers(placed, stages, timing, target.mesh, target.machine)
+    return Step(placed, data, rows, target, timing, stages, messages, zero)

@@ -1,0 +1,180 @@
+"""The schedules of a pipeline: which stage does which segment of which micro-batch, in turn.
+
+A stage that holds v pieces of the model has 3 v segments at most, numbered as one micro-batch goes
+through them: forward of piece j is j, backward is 2v-1-j; where gradients of weights are computed
+apart, so that they can wait, those of piece j are 3v-1-j.
+
+    1f1b          as few micro-batches in flight as keep all stages busy, backward first
+    gpipe         all forward, then all backward
+    interleaved   several pieces a stage, so that a pipeline fills sooner (Narayanan et al. 2021)
+    zero-bubble   gradients of weights fill the gaps: ZB-H1 (Qi et al. 2024)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mpiflow.errors import UsageError
+from mpiflow.graph.mesh import STAGE, Mesh
+from mpiflow.graph.sbp import B
+from mpiflow.plan.records import READ, RECEIVE, SEND, Program, Register, Task
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+
+Sequence = tuple[tuple[int, int], ...]
+"""Segments and their micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the stages work together. `ahead` is how many more micro-batches may be in flight."""
+
+    schedule: str = "1f1b"
+    virtual: int = 1
+    ahead: int = 0
+
+    def check(self, mesh: Mesh, micro_batches: int) -> None:
+        """UsageError for what cannot be scheduled."""
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"--schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}")
+        if self.virtual < 1:
+            raise UsageError(f"--virtual must be at least 1, not {self.virtual}")
+        if self.virtual > 1 and self.schedule != "interleaved":
+            raise UsageError(
+                f"--virtual {self.virtual} is for --schedule interleaved, not {self.schedule}"
+            )
+        asked = self.schedule != "1f1b" or self.virtual > 1
+        if asked and mesh.stages == 1:
+            raise UsageError(
+                f"--schedule {self.schedule} is for pipeline stages; mesh {mesh} has no axis"
+                f" {STAGE!r}"
+            )
+        if asked and micro_batches == 1:
+            raise UsageError(
+                f"--schedule {self.schedule} orders the work on several micro-batches; give"
+                " --micro-batches N"
+            )
+        if self.virtual > 1 and micro_batches % mesh.stages:
+            raise UsageError(
+                f"interleaved stages need a number of micro-batches that {mesh.stages} stages"
+                f" divide, not {micro_batches}"
+            )
+
+    def sequence(self, stage: int, stages: int, micro_batches: int) -> Sequence:
+        """The segments of a stage, in turn."""
+        if self.schedule == "gpipe":
+            micros = range(micro_batches)
+            return (*((0, k) for k in micros), *((1, k) for k in micros))
+        if self.schedule == "zero-bubble":
+            return _zero_bubble(stage, stages, micro_batches)
+        if self.virtual > 1:
+            return _interleaved(stage, stages, micro_batches, self.virtual)
+        return _one_forward_one_backward(stages - stage + self.ahead, micro_batches)
+
+
+ONE_FORWARD_ONE_BACKWARD = Pipeline()
+"""What stages do unless asked for something else."""
+
+
+def _one_forward_one_backward(first: int, count: int) -> Sequence:
+    """`first` forwards, then backward and forward by turns."""
+    found = [(0, k) for k in range(min(first, count))]
+    for k in range(count):
+        found.append((1, k))
+        if k + first < count:
+            found.append((0, k + first))
+    return tuple(found)
+
+
+def _zero_bubble(stage: int, stages: int, count: int) -> Sequence:
+    """ZB-H1: gradients of weights wait for as many micro-batches as there are stages before."""
+    first = min(stages - stage, count)
+    found = [(0, k) for k in range(first)]
+    done = 0
+    for k in range(count):
+        found.append((1, k))
+        if k >= stage:
+            found.append((2, done))
+            done += 1
+        if k + first < count:
+            found.append((0, k + first))
+    return (*found, *((2, k) for k in range(done, count)))
+
+
+def _interleaved(stage: int, stages: int, count: int, virtual: int) -> Sequence:
+    """Pieces in groups of as many micro-batches as there are stages (Megatron-LM's order)."""
+    forward = [
+        (piece, k)
+        for base in range(0, count, stages)
+        for piece in range(virtual)
+        for k in range(base, base + stages)
+    ]
+    backward = [(virtual + piece, k) for piece, k in forward]  # the pieces the other way round
+    first = min(len(forward), 2 * (stages - stage - 1) + (virtual - 1) * stages)
+    found = forward[:first]
+    for one, other in zip(forward[first:], backward, strict=False):
+        found += [one, other]
+    return (*found, *backward[len(forward) - first :])
+
+
+def in_flight(sequence: Sequence, first: int | None = None, last: int | None = None) -> int:
+    """How many micro-batches are between two segments at once, at most; by default any two."""
+    found = most = 0
+    ends: dict[int, int] = {}
+    for place, (segment, micro) in enumerate(sequence):
+        if last is None or segment == last:
+            ends[micro] = place
+    begun: set[int] = set()
+    for place, (segment, micro) in enumerate(sequence):
+        if micro not in begun and (first is None or segment == first):
+            begun.add(micro)
+            found += 1
+            most = max(most, found)
+        if ends.get(micro) == place:
+            found -= 1
+    return most
+
+
+def with_slots(program: Program) -> Program:
+    """With as many slots for each register of the last loop as micro-batches need it at once.
+
+    What comes from another stage has one more, so that it can come while the one before is used;
+    so has what leaves, where there would be one.
+    """
+    if not program.sequence:
+        return program
+    registers = {r.name: r for r in program.registers}
+    loop = max((t.phase for t in program.tasks if t.phase % 2), default=0)
+    groups: dict[str, list[Task]] = {}
+    for task in program.tasks:
+        if task.phase == loop:
+            for name in (*task.inputs, *task.outputs):
+                if name in registers and registers[name].layout[0] != B:
+                    groups.setdefault(_root(registers, name), []).append(task)
+    slots = {name: _slots(program, tasks) for name, tasks in groups.items()}
+    return replace(
+        program,
+        registers=tuple(
+            replace(r, slots=n, rewound=True) if (n := slots.get(_root(registers, r.name), 1)) > 1
+            else r
+            for r in program.registers
+        ),
+    )  # fmt: skip
+
+
+def _slots(program: Program, tasks: list[Task]) -> int:
+    """The slots of what these tasks make and use; 1 for what is read, which has its own."""
+    kinds = {task.kind for task in tasks}
+    if READ in kinds:
+        return 1
+    segments = [task.segment for task in tasks]
+    count = in_flight(program.sequence, min(segments), max(segments))
+    if RECEIVE in kinds or (SEND in kinds and count == 1):
+        count += 1
+    return min(count, program.micro_batches)
+
+
+def _root(registers: dict[str, Register], name: str) -> str:
+    while registers[name].aliases in registers:
+        name = registers[name].aliases
+    return name

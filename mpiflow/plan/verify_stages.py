@@ -1,0 +1,139 @@
+"""Verify, part seven: pipeline stages fit together.
+
+Each stage is proven as a plan of its own. What is left: they do the same steps, every message that
+one sends another receives, as what it is, and all of them together come to the end of a step even
+if nothing is buffered on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mpiflow.errors import VerifyError
+from mpiflow.graph.sbp import layout_text
+from mpiflow.plan.join import joined
+from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
+from mpiflow.plan.unroll import enough
+from mpiflow.plan.verify_layout import label
+from mpiflow.plan.verify_order import in_turn, waits_of
+
+Message = tuple[int, int, Any]
+"""From which stage, to which, and its number."""
+
+
+def check_parts(plan: Plan) -> None:
+    """VerifyError unless every stage has the same programs, and a place for its memory."""
+    count = plan.mesh.stages
+    wanted = {"host", *(f"host.{stage}" for stage in range(count))}
+    if {name for name, _ in plan.arenas} != wanted:
+        raise VerifyError(
+            f"the plan has {count} stages and the arenas {', '.join(n for n, _ in plan.arenas)};"
+            f" it needs {', '.join(sorted(wanted))}"
+        )
+    sizes = dict(plan.arenas)
+    if sizes["host"] != max(sizes[f"host.{stage}"] for stage in range(count)):
+        raise VerifyError("the plan's arena 'host' is not as large as that of the largest stage")
+    for what, records in (("program", plan.programs), ("variable", plan.variables)):
+        for record in records:
+            if not 0 <= record.stage < count:
+                raise VerifyError(
+                    f"{what} {record.name} is of stage {record.stage}; there are {count} stages"
+                )
+    shared: dict[str, Variable] = {}
+    for variable in plan.variables:
+        first = shared.setdefault(variable.name, variable)
+        if _kind(first) != _kind(variable) or first.trainable != variable.trainable:
+            raise VerifyError(
+                f"variable {variable.name} is {_kind(first)} on stage {first.stage} and"
+                f" {_kind(variable)} on stage {variable.stage}"
+            )
+
+
+def _kind(register: Register) -> str:
+    return f"{register.dtype} {register.shape} {layout_text(register.layout)}"
+
+
+def check_together(plan: Plan) -> None:
+    """VerifyError where a message is not received as it is sent, or stages wait in a circle."""
+    names = [program.name for program in plan.programs if program.stage == 0]
+    for stage in range(1, plan.mesh.stages):
+        found = [program.name for program in plan.programs if program.stage == stage]
+        if found != names:
+            raise VerifyError(
+                f"stage 0 has the programs {', '.join(names)}, stage {stage} {', '.join(found)}"
+            )
+    for name in names:
+        programs = [program for program in plan.programs if program.name == name]
+        _check_same_steps(programs)
+        _check_messages(plan, programs)
+        together = joined(plan, name, max(map(enough, programs)))
+        in_turn(together, waits_of(together))
+
+
+def _check_same_steps(programs: list[Program]) -> None:
+    first = programs[0]
+    for program in programs[1:]:
+        ours, theirs = (
+            (p.rows, p.data, p.micro_batches, tuple((o.name, o.total) for o in p.outputs))
+            for p in (first, program)
+        )
+        if ours != theirs:
+            raise VerifyError(
+                f"program {first.name} has (rows, data, micro-batches, outputs) {ours} on stage"
+                f" {first.stage}, and {theirs} on stage {program.stage}"
+            )
+
+
+def _check_messages(plan: Plan, programs: list[Program]) -> None:
+    sends = dict(_messages(programs, SEND))
+    receives = dict(_messages(programs, RECEIVE))
+    for key, (program, task) in receives.items():
+        if key not in sends:
+            raise VerifyError(
+                f"program {program.name}: stage {key[1]} waits for ever for {task.outputs[0]},"
+                f" message {key[2]} from stage {key[0]}, which does not send it"
+            )
+    for key, (program, task) in sends.items():
+        if key not in receives:
+            raise VerifyError(
+                f"program {program.name}: stage {key[0]} sends {task.inputs[0]} as message {key[2]}"
+                f" to stage {key[1]}, which does not receive it"
+            )
+        other, received = receives[key]
+        sent = plan.tensors(program)[task.inputs[0]]
+        made = plan.tensors(other)[received.outputs[0]]
+        if _kind(sent) != _kind(made):
+            raise VerifyError(
+                f"program {program.name}: stage {key[0]} sends {sent.name} as {_kind(sent)}, stage"
+                f" {key[1]} receives {_kind(made)}"
+            )
+        if (task.phase, task.nbytes) != (received.phase, received.nbytes):
+            raise VerifyError(
+                f"program {program.name}: {label(task)} is of phase {task.phase} and"
+                f" {task.nbytes} bytes, {label(received)} of phase {received.phase} and"
+                f" {received.nbytes} bytes"
+            )
+
+
+def _messages(programs: list[Program], kind: str) -> Iterable[tuple[Message, tuple[Program, Task]]]:
+    """The messages of one kind, each of which occurs once."""
+    seen: set[Message] = set()
+    for program in programs:
+        for task in program.tasks:
+            if task.kind != kind:
+                continue
+            other, number = task.attributes.get("stage"), task.attributes.get("message")
+            ends = (program.stage, other) if kind == SEND else (other, program.stage)
+            key = (*ends, number)
+            if not isinstance(other, int) or other == program.stage:
+                raise VerifyError(
+                    f"program {program.name}: {label(task)} is to or from stage {other!r}"
+                )
+            if key in seen:
+                raise VerifyError(
+                    f"program {program.name}: {label(task)} is message {number} between stages"
+                    f" {ends[0]} and {ends[1]}, as another task is"
+                )
+            seen.add(key)
+            yield key, (program, task)
