@@ -53,7 +53,7 @@ class _Rows:
         check: Check,
     ) -> int:
         """Send so many rows, or ids, to each member; gives how many came, at the front."""
-        width = coming[:1].size
+        width = prod(coming.shape[1:])
         total = int(expected.sum())
         self._group.all_to_all_once(
             leaving.reshape(-1),
@@ -80,7 +80,7 @@ class Fetch(_Rows):
         super().__init__(task, rank, arena, group, table.shape[0])
         self._table, self._ids = (views[name] for name in task.inputs)
         width = self._table.shape[1]
-        self._out = views[task.outputs[0]].reshape(-1, width)
+        self._out = views[task.outputs[0]].reshape(self._ids.size, width)  # width may be 0
         axes = rank.mesh.along(task.axis)
         box = shard_box(ids.shape, joint(ids.layout, axes), rank.mesh.sizes, rank.coordinates)
         most = prod(stop - start for start, stop in box)
@@ -128,9 +128,9 @@ class Send(_Rows):
         super().__init__(task, rank, arena, group, task.attributes["rows"])
         values, ids = (views[name] for name in task.inputs)
         made, found = (views[name] for name in task.outputs)
-        width = values.shape[-1]
-        self._values, self._ids = values.reshape(-1, width), ids.reshape(-1)
-        self._made, self._found = made.reshape(-1, width), found.reshape(-1)
+        width = values.shape[-1]  # 0 where the columns are split over more ranks than there are
+        self._values, self._ids = values.reshape(ids.size, width), ids.reshape(-1)
+        self._made, self._found = made.reshape(found.size, width), found.reshape(-1)
 
     def start(self) -> None:
         """Say how many rows each member gets."""

@@ -10,6 +10,7 @@ from jobs import EXAMPLES, MemoryReader, compile_arrays, on_ranks, train
 
 import mpiflow as mf
 from mpiflow import nn
+from mpiflow.compiler import signature
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
@@ -291,3 +292,31 @@ def test_a_rank_may_ask_for_nothing_and_may_own_nothing_that_is_asked_for():
     arrays = {**skewed(), "id": np.full(BATCH * STEPS, ROWS - 1, np.int32)}
     alone = losses(planned(job, "data=1"), arrays, STEPS)
     np.testing.assert_allclose(losses(planned(job, "data=4"), arrays, STEPS), alone, rtol=1e-10)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mesh", ["data=4", "model=2,data=2", "model=3"])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_ranks_without_ids_or_rows_and_ids_of_no_row_are_right(monkeypatch, mesh, sparse):
+    monkeypatch.setattr(signature, "message_seconds", lambda *a: -1.0)  # whatever it costs
+    size, rows, batch = 3, 3, 2
+
+    def model(batch):
+        table = nn.Embedding(
+            rows, size, name="table", dtype="float64", sparse=sparse, sbp=S(0), init=nn.normal(1.0)
+        )
+        ids = mf.cast(batch["id"], "int64") * 1  # no field, so that nothing refuses what is no row
+        logits = nn.Dense(3, name="out")(mf.reduce_sum(mf.tanh(table(ids)), 1))
+        return {"loss": mf.mean(mf.cross_entropy(logits, batch["label"]))}
+
+    fields = {"id": ((2,), "int32"), "label": ((), "int32")}
+    data = mf.Dataset("x", batch=batch, fields=fields, rows=8)
+    job = mf.Job("few", model, train=data, optimizer=mf.SGD(0.3))
+    arrays = {
+        "id": np.array([[0, 2], [9, 0], [1, 1], [2, -3], [0, 0], [7, 8], [2, 2], [0, 1]], np.int32),
+        "label": np.array([0, 1, 2, 0, 1, 2, 0, 1], np.int32),
+    }
+    plan = planned(job, mesh)
+    assert {task.op for task in plan.program("train").tasks} >= {FETCH, SEND}
+    alone = losses(planned(job, "data=1"), arrays, 4)
+    np.testing.assert_allclose(losses(plan, arrays, 4), alone, rtol=1e-10)
