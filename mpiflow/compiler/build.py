@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -14,6 +16,7 @@ from mpiflow.compiler.owners import as_expected
 from mpiflow.compiler.transfer import Transfer
 from mpiflow.graph.mesh import MICRO, Mesh
 from mpiflow.graph.op import REGISTRY, Op
+from mpiflow.graph.rule import Shape
 from mpiflow.graph.sbp import B, Layout, layout_text
 from mpiflow.plan.exchange import staging_bytes
 from mpiflow.plan.records import COMPUTE, RECEIVE, SEND, Register, Task, communication_stream
@@ -68,34 +71,15 @@ class Builder:
         self, name: str, op: Op, inputs: list[Register], outputs: list[Register], where: str
     ) -> None:
         """A compute task, priced on its largest shard."""
-        given, made = (tuple(r.layout for r in x) for x in (inputs, outputs))
-        ins, outs = self._shapes(inputs, given), self._shapes(outputs, made)
-        expected = self._shapes([*inputs, *outputs], as_expected(op, given, made))
-        likely = expected[: len(ins)], expected[len(ins) :]
-        dtypes = tuple(r.dtype for r in (*inputs, *outputs))
-        self.add(
-            Task(
-                name,
-                "compute",
-                COMPUTE,
-                op.name,
-                inputs=tuple(r.name for r in inputs),
-                outputs=tuple(r.name for r in outputs),
-                attributes=op.attributes(),
-                workspace=(0, op.workspace(ins, outs, dtypes[len(inputs)])),
-                flops=op.flops(*likely),
-                nbytes=compute_bytes(op, *likely, dtypes),
-                seconds=op_seconds(self.machine, op, *likely, dtypes),
-                where=where,
-            ),
-            *(r.layout for r in (*inputs, *outputs)),
+        kinds = (tuple((r.shape, r.dtype, r.layout) for r in x) for x in (inputs, outputs))
+        task = replace(
+            _priced(op, *kinds, self.mesh, self.machine),
+            name=name,
+            inputs=tuple(r.name for r in inputs),
+            outputs=tuple(r.name for r in outputs),
+            where=where,
         )
-
-    def _shapes(
-        self, registers: list[Register], layouts: tuple[Layout, ...]
-    ) -> tuple[tuple[int, ...], ...]:
-        pairs = zip(registers, layouts, strict=True)
-        return tuple(local_shape(r.shape, layout, self.mesh) for r, layout in pairs)
+        self.add(task, *(r.layout for r in (*inputs, *outputs)))
 
     def convert(self, source: Register, target: Layout, where: str, *, copy: str = "") -> Register:
         """The register that holds `source` in another layout; consumers share it.
@@ -188,6 +172,39 @@ class Builder:
         )
         staging = staging_bytes(task, source, made, self.mesh)
         self.add(replace(task, workspace=(0, staging)), hop.source, hop.target)
+
+
+_Operands = tuple[tuple[Shape, str, Layout], ...]
+"""Of each operand the shape, dtype and layout."""
+
+
+@cache
+def _priced(op: Op, inputs: _Operands, outputs: _Operands, mesh: Mesh, machine: Machine) -> Task:
+    """A compute task that still lacks names: worked out once for all nodes that are alike."""
+    operands = (*inputs, *outputs)
+    dtypes = tuple(dtype for _, dtype, _ in operands)
+    layouts = [layout for _, _, layout in operands]
+    given, made = tuple(layouts[: len(inputs)]), tuple(layouts[len(inputs) :])
+
+    def shapes(chosen: Iterable[Layout]) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+        """The local shapes of the inputs, and of the outputs."""
+        pairs = zip(operands, chosen, strict=True)
+        local = tuple(local_shape(shape, layout, mesh) for (shape, _, _), layout in pairs)
+        return local[: len(inputs)], local[len(inputs) :]
+
+    ins, outs = shapes(layouts)
+    likely = shapes(as_expected(op, given, made))
+    return Task(
+        "",
+        "compute",
+        COMPUTE,
+        op.name,
+        attributes=op.attributes(),
+        workspace=(0, op.workspace(ins, outs, dtypes[len(inputs)])),
+        flops=op.flops(*likely),
+        nbytes=compute_bytes(op, *likely, dtypes),
+        seconds=op_seconds(machine, op, *likely, dtypes),
+    )
 
 
 def loop_phase(loop: int) -> int:
