@@ -32,11 +32,12 @@ def does_not_fit(
 ) -> CompileError:
     """The error for the user: limit, the least that was found, its peak, and what would help."""
     limit, node = target.memory, error.peak
-    held = size_text(round(error.least))
+    least = f"of all layouts that were found the smallest hold {size_text(round(error.least))}"
+    if error.least <= limit:  # which plans exceed, by what they need besides
+        least = f"of the plans that were made the smallest needs {size_text(error.arena)}"
     lines = [
-        f"{job.name} does not fit {size_text(limit)} a rank on mesh {target.mesh}: of all layouts"
-        f" that were found the smallest hold {held}",
-        f"  at {node.name}  {relative_line(node.where, folder)}",
+        f"{job.name} does not fit {size_text(limit)} a rank on mesh {target.mesh}: {least}",
+        f"  most is held at {node.name}  {relative_line(node.where, folder)}",
     ]
     lines += _largest(error, folder)
     help_ = [*_micro_batches(target, job, graph), *_ranks(target, job, graph)]

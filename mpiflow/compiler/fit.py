@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from mpiflow.compiler.signature import Placed, Problem
 
 T = TypeVar("T")
+_CLOSE = 1e-3
+"""The share of the seconds that is not worth a comparison with what people would write."""
 _ROUNDS = 4
 """Plans that are made at most, each with a tighter limit."""
-_SEARCHED, _DEAR = 6, 100.0
+_SEARCHED, _DEAR = 3, 100.0
 """Assignments among which one of little memory is looked for, and how many times the seconds of
 the fastest all of its memory costs then."""
 
@@ -49,8 +51,11 @@ class Limit:
 class TooLarge(CompileError):
     """No layouts were found that hold `limit` bytes at most; those of `choice` hold the least.
 
-    `kept` is what they hold at node `peak`, the largest first.
+    `kept` is what they hold at node `peak`, the largest first. `arena` is the smallest of plans
+    that were made, 0 where none was.
     """
+
+    arena = 0
 
     def __init__(self, problem: Problem, held: Budget, limit: float) -> None:
         self.choice = least_memory(problem, held)
@@ -92,8 +97,8 @@ class Intervals:
 def cheapest_within(problem: Problem, held: Budget, limit: float) -> Solution:
     """The cheapest choices that hold `limit` bytes at most.
 
-    Never dearer than pure data parallel, a level of ZeRO or a split over the other axes that fits.
-    Raises TooLarge.
+    Never dearer, by more than _CLOSE, than pure data parallel, a level of ZeRO or a split over the
+    other axes that fits. Raises TooLarge.
     """
     scopes = [one.scope for one in held.held]
     memory = [one.nbytes for one in held.held]
@@ -103,7 +108,7 @@ def cheapest_within(problem: Problem, held: Budget, limit: float) -> Solution:
     except DoesNotFit as error:
         raise TooLarge(problem, held, limit) from error
     best = Solution(found.choice, found.total, found.lower)
-    if best.lower < best.total:
+    if found.gap > _CLOSE:
         for level in LEVELS:
             best = _cheaper(problem, held, limit, best, level)
     return best
@@ -212,6 +217,7 @@ def within(
     if not parts:
         ratio = min(ratio, 1.0)
     failed: TooLarge | None = None
+    smallest = free.nbytes
     for kind in limits:
         aimed = limit * ratio
         for _ in range(_ROUNDS):
@@ -226,9 +232,11 @@ def within(
                 continue
             if made.nbytes <= limit:
                 return made
+            smallest = min(smallest, made.nbytes)
             aimed -= made.nbytes - limit
     if failed is None:
         raise CompileError(
             f"plans exceed the limit of {limit:,} bytes, though their layouts fit it"
         )
+    failed.arena = smallest
     raise failed

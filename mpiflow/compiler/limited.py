@@ -280,7 +280,7 @@ def _search_prices(problem: _Problem, seen: _Seen) -> bool:
 
     False if one is not proven to be the cheapest at its prices, so that the bound is weak.
     """
-    first = highest = 8 * _magnitude(problem, seen)
+    first = highest = _magnitude(problem, seen)
     for _ in range(_STEPS):
         prices, above, enough = _prices(seen, highest)
         found = _minimise_priced(problem, prices)

@@ -15,7 +15,7 @@ nodes = 2
 devices_per_node = 3
 process_bytes = 100_000_000
 [device]
-memory_bytes = 300_000
+memory_bytes = 900_000
 memory_bandwidth = 8e9
 launch_seconds = 1e-3
 matrix_flops = { float32 = 6e10 }
@@ -72,12 +72,15 @@ def test_fewer_ranks_than_devices_are_a_note_and_more_are_refused(call):
     assert "has 2 nodes of 3 devices, 6 in all, and mesh data=7 has 7 ranks" in err
 
 
-def test_what_does_not_fit_into_a_device_is_a_note(call):
-    assert any(
-        note.startswith("does not fit: a rank needs")
-        for note in planned(call, "--cluster", "site.toml")["notes"]
-    )
-    assert not any("fit" in note for note in planned(call, "--ranks", 2)["notes"])
+def test_what_does_not_fit_into_a_device_is_refused_unless_memory_says_otherwise(call):
+    Path("site.toml").write_text(SITE.replace("900_000", "100_000"))
+    code, out, err = call("plan", DECLARED, "--cluster", "site.toml")
+    assert (code, out) == (1, "")
+    assert "does not fit 97.7 KiB a rank on mesh data=6" in err
+    assert "what would help: " in err
+    made = planned(call, "--cluster", "site.toml", "--memory", "1MiB")
+    assert made["layouts"]["memory_limit"] == 1 << 20
+    assert made["predicted"]["peak_bytes"]["host"] > 100_000
 
 
 def test_cpu_is_the_default(call):

@@ -8,7 +8,7 @@ from mpiflow import nn
 from mpiflow.errors import JobError, UsageError
 from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.io.pack import pack
-from mpiflow.planning import choose_mesh, make_plan
+from mpiflow.planning import choose_mesh, make_plan, parse_memory
 
 FIELDS = {"x": ((3,), "float32")}
 
@@ -99,3 +99,18 @@ def test_data_are_made_where_no_file_is_and_only_there(tmp_path):
     assert plan(job(make=make), tmp_path) == first
     assert made == [tmp_path]
     assert first.data[0].rows == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("40GiB", 40 << 30), ("512 mib", 512 << 20), ("1.5GB", 1_500_000_000), ("7kb", 7000), ("9", 9),
+     ("3B", 3)],
+)  # fmt: skip
+def test_memory_is_given_in_binary_or_decimal_units(text, nbytes):
+    assert parse_memory(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e3", "4 gibibytes", "0", "inf"])
+def test_what_is_no_amount_of_memory_is_refused(text):
+    with pytest.raises(UsageError, match=f"--memory {text}"):
+        parse_memory(text)
