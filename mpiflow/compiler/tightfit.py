@@ -64,20 +64,22 @@ class Boxes:
 def fit(boxes: Boxes, capacity: int, work: int) -> tuple[Ints | None, int]:
     """Offsets that keep the boxes below the capacity, or None, and the work that was done.
 
-    Rounds grow, and begin anew with another preference; every second three of them learn which
-    sections fail, and decide these early. None where work ends first, or no offsets exist.
+    Rounds grow, and begin anew with another preference; what they keep is which sections failed
+    how often, and decide these early. Most are not thorough: they leave out what rarely helps. None
+    where work ends first, or where a thorough round ends and so no offsets exist.
     """
     search = _Search(boxes, capacity)
     preferences = boxes.preferences()
-    share, number = 3 * boxes.least_work, 0
+    share, number = boxes.least_work, 0
     while search.work < work:
-        number, kind = number + 1, number % 6
-        search.learns = kind >= 3
-        budget = min(search.work + share, work)
-        offsets, complete = search.attempt(preferences[kind % 3], budget)
-        if offsets is not None or complete:
+        search.preference = preferences[number % len(preferences)]
+        search.thorough = number % 4 == 3
+        offsets, ended = search.attempt(min(search.work + share, work))
+        if offsets is not None or (ended and search.thorough):
             return offsets, search.work
-        share *= 2 if kind == 5 else 1
+        number += 1
+        if number % (2 * len(preferences)) == 0:
+            share += share // 2
     return None, search.work
 
 
@@ -105,7 +107,7 @@ class _Node:
 
 
 class _Search:
-    """Attempts at one capacity. `failures` of sections last over those that learn."""
+    """Attempts at one capacity. `failures` of sections are counted over all of them."""
 
     def __init__(self, boxes: Boxes, capacity: int) -> None:
         self.sizes, self.first, self.last = boxes.sizes, boxes.first, boxes.last
@@ -115,13 +117,13 @@ class _Search:
         self.member = (self.first[:, None] <= sections) & (sections <= self.last[:, None])
         self.heights = self.member * self.sizes[:, None]
         self.failures = np.ones(len(sections))
-        self.learns = False
         self.work = 0
+        self.thorough = True
         self.preference = self.offsets = np.zeros(len(self.sizes), np.int64)
 
-    def attempt(self, preference: Ints, budget: int) -> tuple[Ints | None, bool]:
+    def attempt(self, budget: int) -> tuple[Ints | None, bool]:
         """Offsets if they are found, and whether the search came to its end before the budget."""
-        self.preference, self.offsets = preference, np.zeros_like(self.sizes)
+        self.offsets = np.zeros_like(self.sizes)
         path = [self._node(np.zeros_like(self.sizes))]
         while path and self.work < budget:
             least = next(path[-1].branches, None)
@@ -155,7 +157,7 @@ class _Search:
         above = heights[::-1].cumsum(0)[::-1]
         short = (above + low[:, None]).max(0) > self.capacity
         if short.any():
-            self._fail(short)
+            self.failures[short] += 1
             section = int(short.argmax())
             node.because(*self._span(left[member[:, section]]))
             return
@@ -164,26 +166,28 @@ class _Search:
         steps = np.concatenate(([0], (floor[1:] != floor[:-1]).cumsum()))
         flush = steps[self.last[left]] == steps[self.first[left]]
         following = self._following(member & ~sits, low)
-        open_ = (above[0] > 0) & ~(sits & ~flush[:, None]).any(0)
+        able = (above[0] > 0) & ~(sits & ~flush[:, None]).any(0)
         spare = self.capacity - above[0]
         section = self._choose(
-            open_, sits.sum(0) + (np.minimum(following, floor + self.sizes[left].min()) <= spare),
+            able, sits.sum(0) + (np.minimum(following, floor + self.sizes[left].min()) <= spare),
             spare - floor,
         )  # fmt: skip
         sitting = left[sits[:, section]]
         begin, end = self._span(sitting)
-        node.because(*self._span(left[(self.first[left] <= end) & (self.last[left] >= begin)]))
-        height = int(floor[section])
-        yield from self._placements(least, node, sitting, height)
-        beside = left[flush & (low == height) & ~member[:, section]]
-        beside = beside[(self.first[beside] <= end) & (self.last[beside] >= begin)]
-        next_floor = min(
-            int(following[section]), height + int(self.sizes[beside].min(initial=PLACED))
-        )
+        near = (self.first[left] <= end) & (self.last[left] >= begin)
+        node.because(*self._span(left[near]))
+        yield from self._placements(least, node, sitting, int(floor[section]))
+        # A buffer at the floor can only rise by one below it, which is not in the section; as a
+        # rule that one lies on the same floor.
+        beside = near & ~member[:, section]
+        if not self.thorough:
+            beside &= flush & (low == floor[section])
+        ends = low[beside] + self.sizes[left[beside]]
+        next_floor = min(int(following[section]), int(ends.min(initial=PLACED)))
         if next_floor <= spare[section]:
             node.changed = section, section
             yield np.where(self.member[:, section], np.maximum(least, next_floor), least)
-        self._fail(section)
+        self.failures[section] += 1
 
     def _placements(self, least: Ints, node: _Node, sitting: Ints, height: int) -> Iterator[Ints]:
         """The states after each of these buffers is placed; of equal ones, one."""
@@ -199,9 +203,9 @@ class _Search:
                 node.changed = first, last
                 yield after
 
-    def _choose(self, open_: NDArray[np.bool_], branches: Ints, spare: Ints) -> int:
+    def _choose(self, able: NDArray[np.bool_], branches: Ints, spare: Ints) -> int:
         """The open section with the fewest branches for its failures, then with least to spare."""
-        score = np.where(open_, branches / self.failures, np.inf)
+        score = np.where(able, branches / self.failures, np.inf)
         return int(np.where(score <= score.min() * (1 + 1e-9), spare, PLACED).argmin())
 
     def _following(self, waits: NDArray[np.bool_], low: Ints) -> Ints:
@@ -211,7 +215,3 @@ class _Search:
 
     def _span(self, buffers: Ints) -> tuple[int, int]:
         return int(self.first[buffers].min()), int(self.last[buffers].max())
-
-    def _fail(self, sections: NDArray[np.bool_] | int) -> None:
-        if self.learns:
-            self.failures[sections] += 1
