@@ -114,7 +114,7 @@ class Domains:
                 )
             return [Choice((), (self.fixed[tensor.name],))]
         if variable.hint is not None:
-            return [Choice((), (self._stored(variable.hint, tensor),))]
+            return [Choice((), (layout,)) for layout in self._of_hint(tensor, variable.hint)]
         per_axis: list[list[Sbp]] = []
         for axis, (name, size) in enumerate(self.mesh.axes):
             splits: list[Sbp] = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
@@ -131,6 +131,20 @@ class Domains:
         layouts = [x for x in product(*per_axis) if boxing.is_legal(x, tensor.shape, self.mesh)]
         layouts = [boxing.without_units(x, tensor.shape, self.mesh) for x in layouts]
         return [Choice((), (layout,)) for layout in dict.fromkeys(layouts)]
+
+    def _of_hint(self, tensor: Tensor, hint: Hint) -> list[Layout]:
+        """The layouts of a hint; one that names axes leaves it to ZeRO to split over `data`."""
+        layout = self._stored(hint, tensor)
+        if tensor.name not in self.split or not isinstance(hint, dict) or DATA in hint:
+            return [layout]
+        if DATA not in self.mesh.names:
+            return [layout]
+        axis = self.mesh.index(DATA)
+        units = {sbp.dim: sbp.unit for sbp in layout if isinstance(sbp, S)}
+        size = self.mesh.sizes[axis]
+        splits = [S(dim, units.get(dim, 1)) for dim, n in enumerate(tensor.shape) if n >= size > 1]
+        found = [(*layout[:axis], split, *layout[axis + 1 :]) for split in splits]
+        return [x for x in found if boxing.is_legal(x, tensor.shape, self.mesh)] or [layout]
 
     def of_node(self, node: Node) -> list[Choice]:
         """The combinations of a node's signatures on each axis that its tensors can have."""

@@ -1,15 +1,30 @@
 """ZeRO: variables split over the axis that splits the batch; losses stay what they are."""
 
 from dataclasses import replace
+from functools import cache
+from math import prod
 
 import numpy as np
 import pytest
-from jobs import classifier, compile_for, evaluate, on_ranks, train
+from jobs import (
+    CLASSES,
+    MemoryReader,
+    classifier,
+    compile_arrays,
+    compile_for,
+    evaluate,
+    on_ranks,
+    train,
+)
+from micro_jobs import arrays, job
 
 import mpiflow as mf
+from mpiflow import nn
 from mpiflow.compiler.zero import check_level
 from mpiflow.errors import UsageError
 from mpiflow.graph.sbp import S
+from mpiflow.plan.slice import itemsize
+from mpiflow.plan.traffic import bytes_sent
 
 OPTIMIZERS = {
     "adamw": mf.AdamW(lr=0.01, clip=1.0, ema=0.9),
@@ -113,3 +128,100 @@ def test_a_weight_with_fewer_rows_than_ranks_is_split_by_columns_or_stays():
 def test_other_levels_are_refused():
     with pytest.raises(UsageError, match="--zero takes a level from 0 to 3, not 4"):
         check_level(4)
+
+
+STEPS = 5
+
+
+def layers(batch, dtype):
+    """Odd sizes, which divide evenly over no ranks, in weights and in what is beside them."""
+    x = mf.cast(batch["x"], dtype)
+    for i, width in enumerate((7, 11, 9)):
+        sbp = {"model": S(i % 2)}
+        x = nn.LayerNorm(name=f"norm{i}")(mf.relu(nn.Dense(width, name=f"fc{i}", sbp=sbp)(x)))
+    logits = nn.Dense(CLASSES, name="out")(mf.dropout(x, 0.1))
+    return {"loss": mf.mean_cross_entropy(logits, batch["label"], ignore=-1)}
+
+
+@cache
+def layers_plan(mesh, level, optimizer, micro_batches, dtype):
+    # float16 is a precision of a model in float32, with a scale of the loss.
+    more = {"precision": dtype} if dtype == "float16" else {}
+    of = dtype if dtype == "float64" else "float32"
+    made = job(lambda rows: layers(rows, of), 24, micro_batches, OPTIMIZERS[optimizer], **more)
+    return compile_arrays(mesh, made, arrays(24), zero=level)
+
+
+@cache
+def trained(*case):
+    """The losses of some steps, then the whole variables; the arenas' peaks and bytes by rank."""
+    plan = layers_plan(*case)
+
+    def work(session):
+        losses = [outputs["loss"] for outputs in train(session, STEPS)]
+        parts = {name: (session.boxes()[name], v.copy()) for name, v in session.variables.items()}
+        return losses, parts, session.arena.peak, session.sent
+
+    ranks = on_ranks(plan, work, {"train": MemoryReader(arrays(24), 24)})
+    whole = {v.name: np.full(v.shape, np.nan) for v in plan.variables}
+    for _, parts, _, _ in ranks:
+        for name, (box, part) in parts.items():
+            whole[name][tuple(slice(*span) for span in box)] = part
+    stored = [{name: part.nbytes for name, (_, part) in parts.items()} for _, parts, _, _ in ranks]
+    return ranks[0][0], whole, stored, [r[2] for r in ranks], [r[3] for r in ranks]
+
+
+CASES = [
+    ("data=2", "adamw", 3, "float64"), ("data=3", "lamb", 1, "float64"),
+    ("data=3", "adamw", 1, "float32"), ("data=2", "adamw", 1, "float16"),
+    ("data=2,model=2", "lamb", 3, "float64"),
+]  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_losses_and_variables_are_those_of_level_0(case, level):
+    mesh, *rest = case
+    close = {"rtol": 1e-10, "atol": 1e-12} if "float64" in case else {"rtol": 1e-6, "atol": 1e-6}
+    losses, variables, *_ = trained(mesh, 0, *rest)
+    found, ours, *_ = trained(mesh, level, *rest)
+    np.testing.assert_allclose(found, losses, rtol=close["rtol"])
+    for name, value in variables.items():
+        np.testing.assert_allclose(ours[name], value, err_msg=name, **close)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", range(4))
+def test_a_run_stores_and_sends_what_is_predicted(level):
+    case = ("data=3", level, "adamw", 1, "float32")
+    plan = layers_plan(*case)
+    _, _, stored, peaks, sent = trained(*case)
+    assert max(peaks) == dict(plan.arenas)["host"]
+    assert max(sent) == STEPS * bytes_sent(plan, plan.program("train"))
+    for variable in plan.variables:
+        by_rank = [of_rank[variable.name] for of_rank in stored]
+        assert max(by_rank) == variable.nbytes
+        copies = 1 if any(isinstance(x, S) for x in variable.layout) else 3
+        assert sum(by_rank) == copies * prod(variable.shape) * itemsize(variable.dtype)
+
+
+def test_the_state_of_a_rank_is_that_of_the_axis_divided_by_its_size():
+    whole, split = (
+        {v.name: v for v in layers_plan("data=3", level, "adamw", 1, "float32").variables}
+        for level in (0, 1)
+    )
+    for name, variable in whole.items():
+        if variable.trainable or not variable.shape:
+            assert split[name].nbytes == variable.nbytes
+        else:
+            (layout,) = split[name].layout
+            size = variable.shape[layout.dim]
+            assert split[name].nbytes * size == variable.nbytes * -(-size // 3)  # the largest part
+
+
+def test_a_weight_that_a_hint_splits_over_another_axis_is_split_over_data_too():
+    case = ("data=2,model=2", 3, "lamb", 3, "float64")
+    layouts = {v.name: v.layout for v in layers_plan(*case).variables}
+    assert layouts["fc1.weight"] in ((S(0), S(1)), (S(1), S(1)))
+    assert isinstance(layouts["fc1.weight.moment1"][0], S)
