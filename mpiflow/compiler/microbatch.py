@@ -30,7 +30,7 @@ class Timing:
     `sources` and `signatures` say what inputs, variables and nodes are on the axis of time;
     `loops` names the loops in which a node fires, and is empty for one that fires once a step.
     `made` is the loop in which a tensor that is S or P is turned to B, for those that use it so;
-    `level` how many loops come before a tensor, that in which it is made included.
+    `before` how many loops are over when the whole of a tensor is there, if any node takes that.
     """
 
     micro_batches: int
@@ -38,12 +38,8 @@ class Timing:
     signatures: dict[Node, Signature]
     loops: dict[Node, tuple[int, ...]]
     made: dict[Tensor, int]
-    level: dict[Tensor, int]
+    before: dict[Tensor, int]
     count: int
-
-    def before(self, tensor: Tensor) -> int:
-        """How many loops are over when the whole of a tensor is there."""
-        return self.made.get(tensor, self.level[tensor])
 
     def __str__(self) -> str:
         loops = f"{self.count} loop{'s' * (self.count > 1)}"
@@ -239,9 +235,18 @@ class _Loops:
             self.signatures,
             {node: tuple(sorted(loops)) for node, loops in self.loops.items()},
             self.made,
-            self.level,
+            self._before(),
             count,
         )
+
+    def _before(self) -> dict[Tensor, int]:
+        """How many loops are over when the whole of each tensor is there."""
+        found = {t: self.made.get(t, 0) for t in self.sources}
+        for node in self.nodes:
+            earlier = max((found[tensor] for tensor, _ in self._takes(node)), default=0)
+            for tensor in node.outputs:
+                found[tensor] = earlier if self._sbp(tensor) == B else self.made.get(tensor, 0)
+        return found
 
     def _sbp(self, tensor: Tensor) -> Sbp:
         """What a tensor is on the axis of time, as it is made."""

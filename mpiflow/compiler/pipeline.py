@@ -146,10 +146,12 @@ def with_slots(program: Program) -> Program:
     registers = {r.name: r for r in program.registers}
     loop = max((t.phase for t in program.tasks if t.phase % 2), default=0)
     groups: dict[str, list[Task]] = {}
+    # What is read has slots of its own, for the loops before this one too.
+    others = {name for task in program.tasks if task.kind == READ for name in task.outputs}
     for task in program.tasks:
         if task.phase == loop:
             for name in (*task.inputs, *task.outputs):
-                if name in registers and registers[name].layout[0] != B:
+                if name in registers and name not in others and registers[name].layout[0] != B:
                     groups.setdefault(_root(registers, name), []).append(task)
     slots = {name: _slots(program, tasks) for name, tasks in groups.items()}
     return replace(
@@ -163,10 +165,8 @@ def with_slots(program: Program) -> Program:
 
 
 def _slots(program: Program, tasks: list[Task]) -> int:
-    """The slots of what these tasks make and use; 1 for what is read, which has its own."""
+    """The slots of what these tasks make and use."""
     kinds = {task.kind for task in tasks}
-    if READ in kinds:
-        return 1
     segments = [task.segment for task in tasks]
     count = in_flight(program.sequence, min(segments), max(segments))
     if RECEIVE in kinds or (SEND in kinds and count == 1):

@@ -74,7 +74,7 @@ def transfers(
             Transfer(
                 message, tensor, layout, wanted.source, wanted.target, wanted.lane,
                 wanted.loop,
-                2 * timing.before(tensor) if timing and not wanted.loop else 0,
+                2 * timing.before[tensor] if timing and not wanted.loop else 0,
                 nbytes, message_seconds(machine, nbytes, whole),
             )
         )  # fmt: skip

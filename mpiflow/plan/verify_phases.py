@@ -57,6 +57,7 @@ def check_phases(program: Program, context: str) -> None:
                     f"{context}: stream {stream} fires {a} of a later phase before {b}"
                 )
     _check_read_slots(program, context)
+    _check_sequence(program, context)
 
 
 def _check_names(program: Program, context: str) -> None:
@@ -140,3 +141,41 @@ def _check_read_slots(program: Program, context: str) -> None:
                         f" {slots[name]} slots for {program.micro_batches} micro-batches: the first"
                         " would wait for ever"
                     )
+
+
+def _check_sequence(program: Program, context: str) -> None:
+    """Segments are done of every micro-batch, once each and in their order."""
+    loop = max((task.phase for task in program.tasks if task.phase % 2), default=0)
+    segments = sorted({task.segment for task in program.tasks if task.phase == loop and loop})
+    if not program.sequence:
+        if any(task.segment for task in program.tasks) or any(r.rewound for r in program.registers):
+            raise VerifyError(
+                f"{context} has segments or slots of them, but no order to do them in"
+            )
+        return
+    place = {turn: i for i, turn in enumerate(program.sequence)}
+    count = program.micro_batches
+    for turn in ((segment, micro) for segment in segments for micro in range(count)):
+        if turn not in place:
+            raise VerifyError(
+                f"{context}: segment {turn[0]} of micro-batch {turn[1]} is never done"
+            )
+    if len(place) != len(program.sequence) or any(
+        segment < 0 or not 0 <= micro < count for segment, micro in place
+    ):
+        raise VerifyError(f"{context} does a segment twice, or of a micro-batch that is not there")
+    for (segment, micro), turn in place.items():
+        before = [(other, micro) for other in segments if other < segment]
+        for other in (*before, (segment, micro - 1)):
+            if place.get(other, -1) > turn:
+                raise VerifyError(
+                    f"{context}: segment {segment} of micro-batch {micro} is done before segment"
+                    f" {other[0]} of micro-batch {other[1]}"
+                )
+    read = {name for task in program.tasks if task.stream == READ for name in task.outputs}
+    for register in program.registers:
+        if register.rewound and (register.name in read or register.layout[0] == B):
+            raise VerifyError(
+                f"{context}: the slots of {register.name} begin anew with each step, but it is read"
+                " ahead of steps, or the same for all micro-batches"
+            )
