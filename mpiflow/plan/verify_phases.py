@@ -6,7 +6,7 @@ micro-batches outlives a turn; a task of an even phase fires once, and sees no p
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import B, layout_text
@@ -155,11 +155,9 @@ def _check_sequence(program: Program, context: str) -> None:
         return
     place = {turn: i for i, turn in enumerate(program.sequence)}
     count = program.micro_batches
-    for turn in ((segment, micro) for segment in segments for micro in range(count)):
-        if turn not in place:
-            raise VerifyError(
-                f"{context}: segment {turn[0]} of micro-batch {turn[1]} is never done"
-            )
+    for segment, micro in product(segments, range(count)):
+        if (segment, micro) not in place:
+            raise VerifyError(f"{context}: segment {segment} of micro-batch {micro} is never done")
     if len(place) != len(program.sequence) or any(
         segment < 0 or not 0 <= micro < count for segment, micro in place
     ):
