@@ -93,3 +93,15 @@ def test_losses_and_evaluations_are_those_of_one_rank(mpiexec, tmp_path, batch):
         assert last["bytes_sent"] == last["predicted"]["bytes_sent"] > 0
     assert alone[-1]["bytes_sent"] == alone[-1]["predicted"]["bytes_sent"] == 0
     assert alone[-1]["peak_bytes"] == alone[-1]["predicted"]["peak_bytes"]
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_no_row_is_left_for_takes_part(mpiexec, tmp_path):
+    write_job(tmp_path)
+    write_data(tmp_path)
+    run = Runner(mpiexec, tmp_path)
+    options = ("--set", "batch=2", "--steps", 6)
+    alone, rows = (run.train(n, *options, out=f"on-{n}") for n in (1, 3))
+    assert relative(steps_of(rows), steps_of(alone)) < 1e-5
+    assert relative(evaluations_of(rows), evaluations_of(alone)) < 1e-5
+    assert rows[-1]["peak_bytes"] == rows[-1]["predicted"]["peak_bytes"]
