@@ -150,11 +150,13 @@ def on(*meshes):
 
 
 FEW = (
-    "data=2", "width=3", ("model=2", 1), ("a=4", 2), ("data=2,model=2", 3), ("a=2,b=2", 4),
-    ("model=2,data=3", 5), ("data=1,model=2,expert=1", 6),
+    "width=3", ("model=2", 1), ("a=4", 2), ("data=2,model=2", 3), ("a=2,b=2", 4),
+    ("model=2,data=3", 5), ("model=3", 6),
 )  # fmt: skip
+"""Beside those of test_example_models.py."""
 MANY = (
-    *FEW, "data=3", "model=3", "data=2,model=3", "data=3,model=2", ("a=3,b=2", 8), ("a=6", 9),
+    *FEW, "data=2", "data=3", "data=2,model=3", "data=3,model=2", ("a=3,b=2", 8), ("a=6", 9),
+    ("data=1,model=2,expert=1", 6),
 )  # fmt: skip
 
 
