@@ -93,16 +93,17 @@ def budget(problem: Problem, *, scatter: bool = False, again: bool = False) -> B
     """What the choices of a problem hold. The flags are those of `lower` by the level of ZeRO.
 
     With `scatter`, gradients are split before micro-batches add them up; with `again`, copies of
-    weights are let go after the forward pass.
+    weights are let go after the forward pass, unless there is a loop over micro-batches.
     """
     return _Collector(problem, scatter, again).budget()
 
 
 class _Collector:
     def __init__(self, problem: Problem, scatter: bool, again: bool) -> None:
-        self.problem, self.scatter, self.again = problem, scatter, again
+        self.problem, self.scatter = problem, scatter
         self.graph, self.mesh = problem.graph, problem.choices.mesh
         self.timing = problem.choices.timing
+        self.again = again and self.timing is None
         order = self._order()
         self.nodes = tuple(problem.nodes[i] for i in order)
         self.domain = {n: problem.first + i for i, n in enumerate(problem.nodes)}

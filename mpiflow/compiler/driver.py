@@ -122,7 +122,7 @@ class _Compiler:
         timing = divide(graph, count) if count > 1 else None
         self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
         if self.target.zero:
-            self.notes.append(level_note(self.target.zero))
+            self.notes.append(level_note(self.target.zero, count))
 
         def attempt(limit: Limit | None) -> Attempt[tuple[Step, list[Packed]]]:
             train, packed = self._arranged(graph, timing, limit)

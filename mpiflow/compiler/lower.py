@@ -78,7 +78,7 @@ def lower(
 
     `mesh` is timed where the step is cut into micro-batches, as `timing` says. From level 2 of
     `zero` on, gradients are split over the ranks before they are added up; at level 3, weights that
-    the forward pass has gathered are gathered again for the backward pass.
+    the forward pass has gathered are gathered again for the backward pass, unless there is a loop.
     """
     work = stage or StageWork()
     return _Lowering(placed, variables, mesh, machine, timing, zero, work).program(data, rows)
@@ -101,7 +101,8 @@ class _Lowering:
         for transfer in stage.going:
             self.leaving.setdefault((transfer.tensor, transfer.loop), []).append(transfer)
         self.zero = zero
-        self.weights = of_variables(self.graph) if zero > 2 else set()
+        # A loop over micro-batches uses what was gathered before it, forward and backward.
+        self.weights = of_variables(self.graph) if zero > 2 and not timing else set()
         # By the name in the graph: an evaluation has averages in the place of weights.
         self.variables = dict(zip(variables, in_time(variables.values(), mesh), strict=True))
         self.build = Builder(mesh, machine, loops=timing.count if timing else 0)
@@ -170,8 +171,8 @@ class _Lowering:
     ) -> Register:
         """A tensor as the task that is built now takes it, converted where it must be."""
         build = self.build
-        again = "again" if backward and tensor in self.weights else ""
         if not self.timing:
+            again = "again" if backward and tensor in self.weights else ""
             return build.convert(self.values[tensor, 0], wanted, where, copy=again)
         loop, segment = build.loop, build.segment
         if wanted[0] == B and tensor in self.timing.made:
@@ -181,7 +182,7 @@ class _Lowering:
             build.segment = build.made_in.get(held.name, 0)
         if self.zero > 1 and held.layout[0] != wanted[0] and any(isinstance(x, S) for x in wanted):
             held = build.convert(held, (held.layout[0], *wanted[1:]), where)
-        found = build.convert(held, wanted, where, copy=again)
+        found = build.convert(held, wanted, where)
         build.loop, build.segment = loop, segment
         return found
 

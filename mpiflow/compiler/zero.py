@@ -7,7 +7,8 @@ Rajbhandari, Rasley, Ruwase, He 2020, by level, each with what the ones before i
     2  gradients                                   in a loop over micro-batches they are
                                                    reduce-scattered before they are added up
     3  weights                                     gathered for the forward pass, let go, and
-                                                   gathered again for the backward pass
+                                                   gathered again for the backward pass; in a
+                                                   loop over micro-batches, once for all of them
 
 Nothing else is needed: updates are elementwise, so their signatures and boxing give the rest.
 """
@@ -28,10 +29,15 @@ def check_level(level: int) -> None:
         raise UsageError(f"--zero takes a level from 0 to 3, not {level}")
 
 
-def level_note(level: int) -> str:
+def level_note(level: int, micro_batches: int = 1) -> str:
     """What a level does, for the plan."""
     parts = ("optimizer state", "gradients", "weights")[:level]
-    return f"ZeRO {level} splits over the axis data: {', '.join(parts)}"
+    note = f"ZeRO {level} splits over the axis data: {', '.join(parts)}"
+    if level < 3:
+        return note
+    if micro_batches > 1:
+        return f"{note}; each step gathers all weights once, for all its micro-batches"
+    return f"{note}; each step gathers a weight twice, for the forward and the backward pass"
 
 
 def split_variables(graph: Graph, level: int) -> set[str]:
