@@ -55,7 +55,7 @@ class Boxes:
         return count * (NODE + (count // 2) * (int(self.last.max()) + 1))
 
     def preferences(self) -> tuple[Ints, ...]:
-        """Orders in which to try the buffers that may lie on a floor, lowest rank first."""
+        """Three orders in which to try the buffers that may lie on a floor, lowest rank first."""
         length = self.last - self.first + 1
         keys = ((-self.sizes, -length), (-length, -self.sizes), (-self.sizes * length,))
         return tuple(np.lexsort(key).argsort() for key in keys)
@@ -64,21 +64,22 @@ class Boxes:
 def fit(boxes: Boxes, capacity: int, work: int) -> tuple[Ints | None, int]:
     """Offsets that keep the boxes below the capacity, or None, and the work that was done.
 
-    Rounds grow, and begin anew with another preference; what they keep is which sections failed
-    how often, and decide these early. Most are not thorough: they leave out what rarely helps. None
-    where work ends first, or where a thorough round ends and so no offsets exist.
+    Rounds begin anew with another preference, and grow. After the first three they learn which
+    sections fail how often, and decide these early. Most are not thorough: they leave out what
+    rarely helps. None where work ends first, or where a thorough round ends: no offsets exist.
     """
     search = _Search(boxes, capacity)
     preferences = boxes.preferences()
     share, number = boxes.least_work, 0
     while search.work < work:
-        search.preference = preferences[number % len(preferences)]
-        search.thorough = number % 4 == 3
-        offsets, ended = search.attempt(min(search.work + share, work))
+        search.preference = preferences[number % 3]
+        search.learns, search.thorough = number >= 3, number % 4 == 3
+        budget = search.work + (share if search.learns else 3 * share)
+        offsets, ended = search.attempt(min(budget, work))
         if offsets is not None or (ended and search.thorough):
             return offsets, search.work
         number += 1
-        if number % (2 * len(preferences)) == 0:
+        if number % 6 == 0:
             share += share // 2
     return None, search.work
 
@@ -118,7 +119,7 @@ class _Search:
         self.heights = self.member * self.sizes[:, None]
         self.failures = np.ones(len(sections))
         self.work = 0
-        self.thorough = True
+        self.learns = self.thorough = False
         self.preference = self.offsets = np.zeros(len(self.sizes), np.int64)
 
     def attempt(self, budget: int) -> tuple[Ints | None, bool]:
@@ -157,7 +158,7 @@ class _Search:
         above = heights[::-1].cumsum(0)[::-1]
         short = (above + low[:, None]).max(0) > self.capacity
         if short.any():
-            self.failures[short] += 1
+            self.failures[short] += self.learns
             section = int(short.argmax())
             node.because(*self._span(left[member[:, section]]))
             return
@@ -187,7 +188,7 @@ class _Search:
         if next_floor <= spare[section]:
             node.changed = section, section
             yield np.where(self.member[:, section], np.maximum(least, next_floor), least)
-        self.failures[section] += 1
+        self.failures[section] += self.learns
 
     def _placements(self, least: Ints, node: _Node, sitting: Ints, height: int) -> Iterator[Ints]:
         """The states after each of these buffers is placed; of equal ones, one."""

@@ -205,7 +205,7 @@ def test_a_plan_says_how_far_its_arena_is_above_the_largest_live_set(over, notes
     assert Packed((), (), 10_000_000 + over, 10_000_000).notes == notes
 
 
-@pytest.mark.parametrize("name", ["C"])
+@pytest.mark.parametrize("name", ["B", "C", "F"])
 def test_hard_public_instances_fit_their_memory(name):
     path = INSTANCES / f"{name}.1048576.csv"
     if not path.exists():
