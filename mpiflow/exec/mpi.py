@@ -220,11 +220,10 @@ class MpiGroup(Group):
         ]
 
     def _all_to_all(self, call: Call) -> list[Piece]:
-        if call.once:
-            return self._exchange_once(call)
-        return self._exchange(
+        send, receive = (
             _parts(call.send, call.send_counts), _parts(call.receive, call.receive_counts)
-        )
+        )  # fmt: skip
+        return self._exchange(send, receive, once=call.once)
 
     def _send(self, call: Call) -> list[Piece]:
         return [
@@ -238,41 +237,26 @@ class MpiGroup(Group):
             for part in self._segments(call.receive)
         ]
 
-    def _exchange(self, send: list[np.ndarray], receive: list[np.ndarray]) -> list[Piece]:
+    def _exchange(
+        self, send: list[np.ndarray], receive: list[np.ndarray], *, once: bool = False
+    ) -> list[Piece]:
         """Messages between all pairs, receives first; sends begin with the next neighbour."""
         own = self.index
         others = [(own + step) % self.size for step in range(1, self.size)]
-        receives = [
-            self._persist(self._communicator.Recv_init(self._buffer(part), peer))
-            for peer in reversed(others)
-            for part in self._segments(receive[peer])
+        pieces = [
+            self._message(name, part, peer, once)
+            for name, peers, parts in (("Recv", reversed(others), receive), ("Send", others, send))
+            for peer in peers
+            for part in self._segments(parts[peer])
         ]
-        sends = [
-            self._persist(self._communicator.Send_init(self._buffer(part), peer))
-            for peer in others
-            for part in self._segments(send[peer])
-        ]
-        return [*receives, *sends, partial(self._copy, send[own], receive[own])]
+        return [*pieces, partial(self._copy, send[own], receive[own])]
 
-    def _exchange_once(self, call: Call) -> list[Piece]:
-        """As `_exchange`, without requests that last; nothing is sent where there is nothing."""
-        send, receive = (
-            _parts(call.send, call.send_counts),
-            _parts(call.receive, call.receive_counts),
-        )
-        own = self.index
-        others = [(own + step) % self.size for step in range(1, self.size)]
-        receives = [
-            partial(self._communicator.Irecv, self._buffer(part), peer)
-            for peer in reversed(others)
-            for part in self._segments(receive[peer])
-        ]
-        sends = [
-            partial(self._communicator.Isend, self._buffer(part), peer)
-            for peer in others
-            for part in self._segments(send[peer])
-        ]
-        return [*receives, *sends, partial(self._copy, send[own], receive[own])]
+    def _message(self, name: str, part: np.ndarray, peer: int, once: bool) -> Piece:
+        """A message to or from a member: a request that lasts, unless it is made but once."""
+        buffer = self._buffer(part)
+        if once:
+            return partial(getattr(self._communicator, f"I{name.lower()}"), buffer, peer)
+        return self._persist(getattr(self._communicator, f"{name}_init")(buffer, peer))
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> Any:
         target[...] = source
