@@ -17,7 +17,7 @@ from mpiflow.compiler.bounds import Table
 from mpiflow.compiler.budget import Budget, Held, budget
 from mpiflow.compiler.domains import DATA
 from mpiflow.compiler.elimination import Pairs, Solution, minimise
-from mpiflow.compiler.limited import DoesNotFit, minimise_within
+from mpiflow.compiler.limited import DoesNotFit, NotFound, minimise_within
 from mpiflow.compiler.zero import LEVELS, split_variables
 from mpiflow.errors import CompileError
 from mpiflow.graph.sbp import S
@@ -105,7 +105,7 @@ def cheapest_within(problem: Problem, held: Budget, limit: float) -> Solution:
     live = Intervals(held)
     try:
         found = minimise_within(problem.unary, problem.pairs, memory, live, limit, scopes)
-    except DoesNotFit as error:
+    except (DoesNotFit, NotFound) as error:
         raise TooLarge(problem, held, limit) from error
     best = Solution(found.choice, found.total, found.lower)
     if found.gap > _CLOSE:

@@ -22,8 +22,8 @@ from mpiflow.compiler.elimination import Indices, Pairs, Solution, minimise
 from mpiflow.compiler.highs import Scope
 from mpiflow.errors import CompileError
 
-_SMALL = 2_000
-"""Entries of all tables of a problem that HiGHS solves as a whole."""
+_SMALL, _LARGE = 2_000, 500_000
+"""Entries of all tables of a problem that HiGHS solves as a whole, and at most if it has to."""
 _STEPS, _NODES = 24, 500
 """Assignments that the search for prices makes at most, and nodes that HiGHS visits."""
 _CLOSE, _NEAR, _EXACT = 1e-4, 1e-3, 1e-9
@@ -101,11 +101,21 @@ def minimise_within(
         fits = seen.add(free.choice, free.lower)
         if fits and _is_proven(free):
             return problem.limited(free.choice, free.total)
-    if free is None or not _is_proven(free) or problem.entries <= _SMALL:
+    if free is None or not _may_go_on(problem, free) or problem.entries <= _SMALL:
         return _solve_whole(problem, seen)
     if _search_prices(problem, seen):
         _solve_among(problem, seen)
     return seen.best() or _solve_whole(problem, seen)
+
+
+class NotFound(CompileError):
+    """The work that is allowed does not tell whether anything fits."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(
+            f"no layouts were found that fit {limit:,.0f} bytes, though there may be some; raise"
+            " the limit, or give hints"
+        )
 
 
 class Live(Protocol):
@@ -249,6 +259,11 @@ def _worst(memory: Table, over: Indices) -> list[int]:
     return found
 
 
+def _may_go_on(problem: _Problem, solution: Solution) -> bool:
+    """Whether prices are worth a search: what is not proven is left to HiGHS where it can be."""
+    return _is_proven(solution) or problem.entries > _LARGE
+
+
 def _is_proven(solution: Solution) -> bool:
     return solution.lower >= solution.total
 
@@ -284,7 +299,7 @@ def _search_prices(problem: _Problem, seen: _Seen) -> bool:
     for _ in range(_STEPS):
         prices, above, enough = _prices(seen, highest)
         found = _minimise_priced(problem, prices)
-        if found is None or not _is_proven(found):
+        if found is None or not _may_go_on(problem, found):
             return False
         lower = found.lower - float(prices.sum()) * problem.limit
         seen.add(found.choice, lower)
@@ -327,6 +342,8 @@ def _solve_among(problem: _Problem, seen: _Seen) -> None:
 
 def _solve_whole(problem: _Problem, seen: _Seen) -> Limited:
     """The best of all choices, or at least one that fits; raises DoesNotFit where none does."""
+    if problem.entries > _LARGE:
+        raise NotFound(problem.limit)
     everything = [np.arange(len(c)) for c in problem.costs]
     seen.lower = max(seen.lower, _solve(problem, seen, everything, _EXACT))
     best = seen.best()
@@ -340,10 +357,7 @@ def _solve_whole(problem: _Problem, seen: _Seen) -> Limited:
         return problem.limited(least.choice, seen.lower)
     limit = problem.limit
     if least.choice is None or least.lower <= limit * (1 + _EXACT):
-        raise CompileError(
-            f"no layouts were found that fit {limit:,.0f} bytes, though there may be some; raise"
-            " the limit, or give hints"
-        )
+        raise NotFound(limit)
     raise problem.does_not_fit(problem.memory_of(least.choice), least.lower)
 
 
