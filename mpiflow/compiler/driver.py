@@ -13,7 +13,7 @@ lower        tasks and registers                             lower.py
 fuse         fewer tasks                                     fuse.py
 bucket       fewer collectives                               bucket.py
 schedule     the order of every stream                       schedule.py
-memory       offsets                                         memory.py
+memory       offsets                                         memory.py, pack.py, tightfit.py
 price        predicted seconds                               here, by plan.simulator
 verify       proof                                           plan/verify.py
 """
