@@ -109,7 +109,9 @@ class _Fusing:
                 tasks.append(self._task(group))
         renamed = {name: b.name for name, b in merged.items()}
         tasks = [
-            replace(t, after=tuple(dict.fromkeys(renamed.get(n, n) for n in t.after)))
+            t
+            if renamed.keys().isdisjoint(t.after)
+            else replace(t, after=tuple(dict.fromkeys(renamed.get(n, n) for n in t.after)))
             for t in tasks
         ]
         return replace(self.program, tasks=tuple(tasks))

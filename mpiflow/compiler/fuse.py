@@ -20,7 +20,8 @@ def _drop_copies(program: Program, variables: set[str]) -> Program:
     same: dict[str, str] = {}
     tasks = []
     for task in program.tasks:
-        task = replace(task, inputs=tuple(same.get(name, name) for name in task.inputs))
+        if not same.keys().isdisjoint(task.inputs):
+            task = replace(task, inputs=tuple(same.get(name, name) for name in task.inputs))
         copied = task.op in _COPIES and not {*task.inputs, *task.outputs} & variables
         if copied and layouts[task.inputs[0]] == layouts[task.outputs[0]]:
             same[task.outputs[0]] = task.inputs[0]
@@ -70,6 +71,9 @@ def _prune(program: Program) -> Program:
     kept = tuple(r for r in program.registers if r.name in made)
     names = {task.name for task in program.tasks}
     tasks = tuple(
-        replace(t, after=tuple(name for name in t.after if name in names)) for t in program.tasks
+        t
+        if names.issuperset(t.after)
+        else replace(t, after=tuple(n for n in t.after if n in names))
+        for t in program.tasks
     )
     return replace(program, registers=kept, tasks=tasks)

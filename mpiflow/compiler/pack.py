@@ -97,15 +97,14 @@ def _portfolio(
     buffers: Sequence[Buffer], sizes: Ints, lives: Ints, live: Ints, goal: int
 ) -> tuple[Ints, int]:
     """The smallest of what the orders and rules give, at once if it is no more than the goal."""
-    best: tuple[Ints, int] | None = None
+    best, used = np.zeros(0, np.int64), int(sizes.sum()) + 1
     for order, gap in _ways(buffers, lives, live):
-        found = _place(sizes, lives, order, gap)
-        if best is None or found[1] < best[1]:
-            best = found
-        if best[1] <= goal:
+        found = _place(sizes, lives, order, gap, used)
+        if found is not None:
+            best, used = found
+        if used <= goal:
             break
-    assert best is not None
-    return best
+    return best, used
 
 
 def _ways(buffers: Sequence[Buffer], lives: Ints, live: Ints) -> Iterator[tuple[list[int], Gap]]:
@@ -142,8 +141,13 @@ def _breadth(lives: Ints, live: Ints) -> Ints:
     )
 
 
-def _place(sizes: Ints, lives: Ints, order: list[int], gap: Gap) -> tuple[Ints, int]:
-    """The offset of each buffer, placed one after another in the order, and where the last ends."""
+def _place(
+    sizes: Ints, lives: Ints, order: list[int], gap: Gap, below: int
+) -> tuple[Ints, int] | None:
+    """The offset of each buffer, placed one after another in the order, and where the last ends.
+
+    None, as soon as that is known, where it is not `below` what is known already.
+    """
     offsets = np.zeros(len(sizes), np.int64)
     # What is placed, by offset: where it begins and ends, the first and last time it lives.
     placed = np.zeros((4, len(sizes)), np.int64)
@@ -153,6 +157,8 @@ def _place(sizes: Ints, lives: Ints, order: list[int], gap: Gap) -> tuple[Ints, 
         begins, ends, starts, stops = placed[:, :count]
         near = (starts <= stop) & (stops >= start)
         offsets[i] = place = gap(begins[near], ends[near], size)
+        if place + size >= below:
+            return None
         row = begins.searchsorted(place)
         placed[:, row + 1 : count + 1] = placed[:, row:count]
         placed[:, row] = place, place + size, start, stop

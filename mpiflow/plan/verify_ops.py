@@ -19,11 +19,13 @@ def verify_ops(plan: Plan) -> None:
     PlanError where the code of an op of the user's own is not loaded, or was changed.
     """
     check_user_ops(plan)
+    right: set[_Use] = set()
     for program in plan.programs:
         tensors = plan.tensors(program)
         for task in program.tasks:
-            if task.kind == COMPUTE:
+            if task.kind == COMPUTE and (use := _use(task, tensors)) not in right:
                 _check(task, tensors, f"program {program.name}: {label(task)}")
+                right.add(use)
 
 
 def check_user_ops(plan: Plan) -> None:
@@ -51,6 +53,16 @@ def check_user_ops(plan: Plan) -> None:
     for name in sorted(used - listed):
         if name in REGISTRY and REGISTRY[name].source:
             raise VerifyError(f"op {name} is of the user's own, but not among the plan's ops")
+
+
+_Use = tuple[Any, ...]
+
+
+def _use(task: Task, tensors: Mapping[str, Register]) -> _Use:
+    """What a task does with what: equal for those of repeated layers, of which one is checked."""
+    sides = (task.inputs, task.outputs)
+    kinds = (tuple((tensors[n].shape, tensors[n].dtype) for n in names) for names in sides)
+    return task.op, repr(task.attributes), *kinds
 
 
 def _check(task: Task, tensors: Mapping[str, Register], what: str) -> None:
