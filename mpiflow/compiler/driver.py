@@ -23,11 +23,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import numpy as np
 
+from mpiflow.compiler.account import identity, idle_ranks, quality, reading_bytes, settings
 from mpiflow.compiler.advice import does_not_fit
 from mpiflow.compiler.arrange import (
     NUMERICS,
@@ -38,8 +38,6 @@ from mpiflow.compiler.arrange import (
     relative_line,
     stored,
 )
-from mpiflow.compiler.boxing import local_shape
-from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes, within
 from mpiflow.compiler.lower import lower_initialise, lower_save
@@ -48,7 +46,7 @@ from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import keep_activations
-from mpiflow.compiler.signature import Placed, choose
+from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import assign_like, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
@@ -56,18 +54,12 @@ from mpiflow.compiler.zero import level_note
 from mpiflow.errors import JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph
-from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import S
-from mpiflow.job import Best, Job
+from mpiflow.job import Job
 from mpiflow.optim import average_name
 from mpiflow.plan.records import (
-    READ,
     DataSet,
-    Layouts,
     Plan,
     Program,
-    Register,
-    Settings,
     Variable,
 )
 from mpiflow.plan.verify import verify
@@ -281,7 +273,7 @@ class _Compiler:
         if len(sizes) > 1:
             arenas += [(f"host.{stage}", size) for stage, size in enumerate(sizes)]
         ops = user_ops(programs, self.folder)
-        self._note_idle_ranks(programs)
+        self.notes += idle_ranks(programs, self.inside)
         dropped = train.rows % train.batch
         if dropped:
             self.notes.append(
@@ -295,15 +287,15 @@ class _Compiler:
             device=self.target.device,
             machine=self.machine.name,
             overlap=self.machine.overlap,
-            layouts=_quality(placed, self.target.memory),
+            layouts=quality(placed, self.target.memory),
             numerics=NUMERICS,
             seed=self.job.seed,
             identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),
             variables=tuple(v for stage in packed for v in stage.variables),
             arenas=tuple(arenas),
-            process_bytes=max(self._process_bytes(p.programs, p.nbytes) for p in packed),
+            process_bytes=max(map(self._process_bytes, packed)),
             data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
-            settings=self._settings(train, programs),
+            settings=settings(self.job, train, programs),
             programs=programs,
             notes=tuple(relative_line(note, self.folder) for note in self.notes),
             ops=ops,
@@ -314,106 +306,15 @@ class _Compiler:
         self.observe("verify", "all", f"plan of {self.job.name}: proven")
         return plan
 
-    def _note_idle_ranks(self, programs: tuple[Program, ...]) -> None:
-        """Say which batches have fewer rows than ranks that split them: that is right, but slow."""
-        for program in programs:
-            if not program.data or program.name.endswith("_tail"):
-                continue
-            mesh = self.inside.in_time(program.micro_batches)
-            what = "micro-batch" if mesh.timed else "batch"
-            rows = program.rows // program.micro_batches
-            parts = max((_parts(r, mesh) for r in _read(program)), default=1)
-            if rows < parts:
-                self.notes.append(
-                    f"data set {program.data!r}: a {what} of {rows} rows is split over {parts}"
-                    f" ranks, so {parts - rows} of them have none; a larger {what} would use them"
-                )
-
-    def _process_bytes(self, programs: tuple[Program, ...], arena: int) -> int:
-        cached: dict[str, int] = {}
-        for program in programs:
-            reads = _read(program)
-            if reads and program.data not in cached:
-                mesh = self.inside.in_time(program.micro_batches)
-                held = local_shape(reads[0].shape, reads[0].layout, mesh)[0]
-                first = range(0, program.rows, program.rows // program.micro_batches)
-                spans = [(start, start + held) for start in first]
-                cached[program.data] = self.cache_bytes(self.data[program.data], *spans)
-        return self.machine.process_bytes + arena + sum(cached.values())
-
-    def _settings(self, train: DataSet, programs: tuple[Program, ...]) -> Settings:
-        job, best = self.job, self.job.best
-        return Settings(
-            epochs=job.epochs,
-            steps_per_epoch=train.rows // train.batch,
-            save_steps=job.save.steps,
-            save_epochs=job.save.epochs,
-            save_minutes=job.save.minutes,
-            keep=job.save.keep,
-            evaluate_steps=job.evaluate_every.steps if job.evaluations else 0,
-            evaluate_epochs=job.evaluate_every.epochs if job.evaluations else 0,
-            best=self._best_metric(best, programs) if best else "",
-            mode=best.mode if best else "max",
-            patience=best.patience if best else 0,
-        )
-
-    def _best_metric(self, best: Best, programs: tuple[Program, ...]) -> str:
-        """The metric with the name of its evaluation before it."""
-        name, _, output = best.metric.rpartition(".")
-        name = name or next(iter(self.job.evaluations))
-        given = {f"{p.data}.{o.name}" for p in programs if p.data != "train" for o in p.outputs}
-        if f"{name}.{output}" not in given:
-            raise JobError(
-                f"best: there is no metric {best.metric!r}; the evaluations give"
-                f" {', '.join(sorted(given))}"
-            )
-        return f"{name}.{output}"
+    def _process_bytes(self, packed: Packed) -> int:
+        """The memory of a process: Python, MPI and HDF5, the arena, what reading keeps."""
+        read = reading_bytes(packed.programs, self.data, self.inside, self.cache_bytes)
+        return self.machine.process_bytes + packed.nbytes + read
 
 
 def evaluation_program(name: str) -> str:
     """The program that evaluates a data set; "_tail" is added for its last rows."""
     return "evaluate" if name == "evaluate" else f"evaluate.{name}"
-
-
-def identity(job: Job, model: str, graph: Graph, train: DataSet) -> tuple[tuple[str, str], ...]:
-    """What is computed, by section; nothing of ranks, mesh, machine, device or file names.
-
-    `model` is the hash of the graph as traced, without the optimizer's nodes.
-    """
-    fields = ", ".join(f"{f.name} {f.dtype}{list(f.shape)}" for f in train.fields)
-    variables = "; ".join(str(v.tensor) for v in graph.variables.values())
-    return (
-        ("batch", str(train.batch)),
-        ("data", f"{train.rows} rows, fingerprint {train.fingerprint or 'none (declared)'}"),
-        ("fields", fields),
-        ("model", model),
-        ("numerics", NUMERICS),
-        ("optimizer", repr(job.optimizer)),
-        ("precision", job.precision),
-        ("order", f"shuffle={train.shuffle} seed={train.seed} lanes={train.lanes}"
-                  f" window={train.window}"),
-        ("seed", str(job.seed)),
-        ("variables", variables),
-        *((("frozen", ", ".join(job.frozen)),) if job.frozen else ()),
-    )  # fmt: skip
-
-
-def _quality(placed: Placed, limit: int) -> Layouts:
-    saving = max(placed.seconds - placed.lower, 0.0)
-    gap = saving / placed.seconds if placed.seconds else 0.0
-    return Layouts(rounded(placed.seconds), float(f"{gap:.1e}"), limit)
-
-
-def _read(program: Program) -> list[Register]:
-    """The registers that a program reads into."""
-    names = {name for task in program.tasks if task.stream == READ for name in task.outputs}
-    return [register for register in program.registers if register.name in names]
-
-
-def _parts(register: Register, mesh: Mesh) -> int:
-    """How many ranks the first dim is split over."""
-    pairs = list(zip(register.layout, mesh.sizes, strict=True))[mesh.timed :]
-    return prod(size for sbp, size in pairs if sbp == S(0))
 
 
 def _same_variables(graph: Graph, variables: dict[str, Variable]) -> None:
