@@ -16,7 +16,7 @@ from typing import Any
 
 from mpiflow.compiler.cost import collective_seconds
 from mpiflow.compiler.machine import Machine
-from mpiflow.compiler.order import in_order, pulled
+from mpiflow.compiler.order import in_order, needs_in_order, pulled
 from mpiflow.compiler.pace import of_variables
 from mpiflow.graph.mesh import Mesh
 from mpiflow.plan.records import Program, Register, Task, Variable
@@ -122,7 +122,7 @@ class _Fusing:
         So the first reductions of all members of a bucket come before the second of any.
         """
         tasks = self.program.tasks
-        deadlines, needs = self._deadlines(), self.program.needs()
+        deadlines, needs = self._deadlines(), needs_in_order(self.program)
         index = {task.name: i for i, task in enumerate(tasks)}
         given = {name for task in self.candidates.values() for name in task.outputs}
         place: dict[str, int] = {}
@@ -164,7 +164,8 @@ class _Fusing:
                 last = onward[tasks[last].outputs[0]]
             data = (task.op, task.axis, task.attributes.get("reduce"), source.dtype)
             key = (
-                *data, task.phase, tasks[last].axis, deadlines[last], whole, task.name in again,
+                *data, task.phase, task.segment, tasks[last].axis, deadlines[last], whole,
+                task.name in again,
             )  # fmt: skip
             found, limit = newest.get(key), limits[task.op]
             if (
@@ -190,7 +191,7 @@ class _Fusing:
         tasks = self.program.tasks
         index = {task.name: i for i, task in enumerate(tasks)}
         deadlines = [len(index)] * len(index)
-        for i, needs in reversed(list(enumerate(self.program.needs().values()))):
+        for i, needs in reversed(list(enumerate(needs_in_order(self.program).values()))):
             mine = i if tasks[i].name in self.candidates else deadlines[i]
             for name in needs:
                 deadlines[index[name]] = min(deadlines[index[name]], mine)

@@ -5,8 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
-from mpiflow.plan.records import Program, Task
+from mpiflow.plan.records import RECEIVE, SEND, Program, Task
+
+
+def needs_in_order(program: Program) -> dict[str, tuple[str, ...]]:
+    """By task: what it needs, and of messages to and from other stages the one made before it.
+
+    Messages are numbered in an order in which they can be made. While each stage lists them in that
+    order, whatever comes to wait for something listed earlier, no stages wait in a circle.
+    """
+    needs = program.needs()
+    lists: dict[tuple[int, int], list[Task]] = {}
+    for task in program.tasks:
+        if task.kind in (SEND, RECEIVE):
+            lists.setdefault(_part(task), []).append(task)
+    for messages in lists.values():
+        messages.sort(key=lambda task: task.attributes["message"])
+        for first, second in pairwise(messages):
+            needs[second.name] = (*needs[second.name], first.name)
+    return needs
 
 
 def in_order(program: Program) -> Program:
@@ -18,7 +37,7 @@ def in_order(program: Program) -> Program:
     index = {task.name: i for i, task in enumerate(tasks)}
     followers: list[list[int]] = [[] for _ in tasks]
     missing = []
-    for i, needs in enumerate(program.needs().values()):
+    for i, needs in enumerate(needs_in_order(program).values()):
         missing.append(len(needs))
         for name in needs:
             followers[index[name]].append(i)
@@ -59,7 +78,7 @@ def pulled(program: Program) -> Program:
 
     Nothing else moves: what has come too late for others is brought to them, with all it needs.
     """
-    needs = program.needs()
+    needs = needs_in_order(program)
     place = {task.name: i for i, task in enumerate(program.tasks)}
     rank = {name: i for i, name in enumerate(TopologicalSorter(needs).static_order())}
     for name in reversed(rank):
