@@ -153,10 +153,15 @@ def assign_like(graph: Graph, trained: Stages) -> Stages:
 
 
 def _forward(graph: Graph) -> list[Node]:
-    """The live nodes of the forward pass: those before the first of the backward pass."""
+    """The nodes before the first of the backward pass that are live, or lead the way for some.
+
+    Of what is differentiated the value itself may be of no use, as that of a scaled loss.
+    """
     live = graph.live()
-    first = next((i for i, node in enumerate(live) if node in graph.origins), len(live))
-    return [node for node in live[:first] if node not in graph.updates]
+    used = {*live, *(graph.origins[node] for node in live if node in graph.origins)}
+    nodes = [node for node in graph.nodes if node in used]
+    first = next((i for i, node in enumerate(nodes) if node in graph.origins), len(nodes))
+    return [node for node in nodes[:first] if node not in graph.updates]
 
 
 def _needing_both(graph: Graph) -> list[Node]:
@@ -276,6 +281,7 @@ class _Spread:
         self._place_variables()
         led = self._follow([node for node in self.nodes if node not in set(forward)])
         self._share([node for node in self.nodes if node not in self.cut and node not in led])
+        self._leave_out_unread(stages)
         spent = [0.0] * count
         for node, chunk in self.cut.items():
             spent[chunk] += seconds[node]
@@ -291,6 +297,17 @@ class _Spread:
             },
             tuple(spent),
         )
+
+    def _leave_out_unread(self, stages: int) -> None:
+        """Let a node that is on several stages be on those only that read what it gives.
+
+        What a tied weight adds to a norm of all is added once.
+        """
+        for node in reversed(self.nodes):
+            chunks = self.chunks[node]
+            if len(chunks) > 1:
+                read = {chunk % stages for chunk in self._wanted(node)}
+                self.chunks[node] = {c for c in chunks if c % stages in read} or {max(chunks)}
 
     def _wanted(self, node: Node) -> set[int]:
         """Where what a node gives is read, as far as that is known, or becomes a variable."""
