@@ -14,7 +14,8 @@ nodes that lead to it fire as well; loops are numbered from 1, and the last is t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
@@ -40,6 +41,25 @@ class Timing:
     made: dict[Tensor, int]
     before: dict[Tensor, int]
     count: int
+
+    def needed(self, nodes: list[Node], wanted: Iterable[tuple[Tensor, int]]) -> Timing:
+        """Of some nodes only, in no more loops than it takes for what is wanted of them.
+
+        That is tensors in a loop, or the whole of them where that is 0.
+        """
+        loops = {}
+        needed = {(tensor, loop or self.made.get(tensor, 0)) for tensor, loop in wanted}
+        for node in reversed(nodes):
+            if self.loops[node]:
+                loops[node] = tuple(
+                    n for n in self.loops[node] if any((t, n) in needed for t in node.outputs)
+                )
+            for tensor, taken in zip(node.inputs, self.signatures[node].inputs, strict=True):
+                whole = self.made.get(tensor, 0)
+                needed.update(
+                    (tensor, whole if taken == B else loop) for loop in loops.get(node, (0,))
+                )
+        return replace(self, loops={**self.loops, **loops})
 
     def __str__(self) -> str:
         loops = f"{self.count} loop{'s' * (self.count > 1)}"

@@ -43,10 +43,18 @@ class Step:
             self.target.machine,
             data=self.data,
             rows=self.rows,
-            timing=self.timing,
+            timing=self._timing(stage, placed),
             zero=self.zero,
             stage=self._work(stage, placed) if self.stages else None,
         )
+
+    def _timing(self, stage: int, placed: Placed) -> Timing | None:
+        """Of the whole step, without the turns of nodes that only other stages need."""
+        if self.timing is None or self.stages is None:
+            return self.timing
+        going = [(m.tensor, m.loop) for m in self.messages if m.source == stage]
+        kept = [(t, 0) for t in (*placed.graph.outputs.values(), *placed.graph.assigns.values())]
+        return self.timing.needed([node for node, _ in placed.nodes], [*kept, *going])
 
     def _work(self, stage: int, placed: Placed) -> StageWork:
         assert self.stages is not None
