@@ -319,3 +319,9 @@ def test_ranks_without_ids_or_rows_and_ids_of_no_row_are_right(monkeypatch, mesh
     assert {task.op for task in plan.program("train").tasks} >= {FETCH, SEND}
     alone = losses(planned(job, "data=1"), arrays, 4)
     np.testing.assert_allclose(losses(plan, arrays, 4), alone, rtol=1e-10)
+
+
+def test_what_owners_get_of_a_batch_that_two_axes_split_is_planned():
+    # On the second axis ids would be split too, and a message of rows wants all of them there.
+    plan = planned(example("gpt", "size=small", "batch=1024"), "data=64,model=8")
+    assert plan.mesh.size == 512
