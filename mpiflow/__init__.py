@@ -4,6 +4,8 @@ A job file imports this module as `mf`; see the README. Importing it starts no M
 NumPy only.
 """
 
+from contextlib import AbstractContextManager
+
 from mpiflow.threads import limit_threads
 
 limit_threads()  # before NumPy is imported, or it has no effect
@@ -120,7 +122,7 @@ __all__ = [
     "mean", "mean_cross_entropy", "mean_pool", "minimum", "mse", "multiply", "nn", "normalise",
     "not_equal", "one_hot", "op", "permute", "pick", "power", "reduce_max", "reduce_sum", "relu",
     "reshape", "rms_norm", "rotary", "scale", "sigmoid", "silu", "softmax", "softplus", "split",
-    "sqrt", "square", "stack", "stop_gradient", "subtract", "tanh", "total", "unstack",
+    "sqrt", "square", "stack", "stage", "stop_gradient", "subtract", "tanh", "total", "unstack",
     "weighted_mean", "where",
 ]  # fmt: skip
 
@@ -141,3 +143,13 @@ def hint(x: Tensor, sbp: Hint) -> Tensor:
 def is_training() -> bool:
     """Whether the model is being traced for training, not for evaluation."""
     return _current().training
+
+
+def stage(index: int) -> AbstractContextManager[None]:
+    """Pin what the model computes inside to a pipeline stage: `with mf.stage(0): x = first(x)`.
+
+    Stages are named in the order of the model, from 0. Where a mesh has fewer than a model names,
+    neighbours share one; without an axis `stage` it has no effect. What is pinned to none is cut
+    where the compiler finds it best.
+    """
+    return _current().stage(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,9 +102,17 @@ class Graph:
             if where is not None:
                 self._where.pop()
 
-    @contextmanager
-    def stage(self, index: int) -> Iterator[None]:
+    def stage(self, index: int) -> AbstractContextManager[None]:
         """Pin the nodes that are added inside to a pipeline stage."""
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise GraphError(
+                f"mf.stage({index!r}): stages are counted from 0, name one by its number"
+                f"\n  {self.where}"
+            )
+        return self._pinned(index)
+
+    @contextmanager
+    def _pinned(self, index: int) -> Iterator[None]:
         before, self._stage = self._stage, index
         try:
             yield
