@@ -103,9 +103,14 @@ class _Unroller:
         """The turns of a phase: which segment (None: all) is done of which micro-batch."""
         if not phase % 2:
             return [(None, 0)]
-        if self.program.sequence and phase == max(p for p in self.phase.values() if p % 2):
+        if self._is_pipelined(phase):
             return [(segment, k) for segment, k in self.program.sequence if k < self.count]
         return [(None, micro) for micro in range(self.count)]
+
+    def _is_pipelined(self, phase: int) -> bool:
+        """Whether a phase is the loop that is done in segments."""
+        loops = (phase for phase in self.phase.values() if phase % 2)
+        return bool(self.program.sequence) and phase == max(loops, default=-1)
 
     def _members(self, phase: int, segment: int | None) -> list[int]:
         """The tasks of a turn."""
@@ -125,20 +130,24 @@ class _Unroller:
         return first
 
     def _wait_for_turns(self) -> None:
-        """Let what begins a turn come after the last firing of compute of the turns before."""
+        """Let what begins a turn come after the last firing of compute of the turns before.
+
+        In segments, whose memory others use before the loop, the first turn waits as well.
+        """
         computed: dict[tuple[int, int | None], str] = {}
         for i in dict(self.program.order).get(COMPUTE, ()):
             task = self.program.tasks[i]
             computed[task.phase, None] = computed[task.phase, task.segment] = task.name
+        before = ""
         for phase, turns in self.turns.items():
-            last = ""
+            last = before if self._is_pipelined(phase) else ""
             for segment, micro in turns:
                 for i in self._members(phase, segment):
                     name = self.program.tasks[i].name
                     if last and name in self.first:
                         self.waits.setdefault((name, micro), []).append(last)
-                if (phase, segment) in computed:
-                    last = _numbered(computed[phase, segment], micro)
+                if found := computed.get((phase, segment)):
+                    last = before = _numbered(found, micro) if phase % 2 else found
 
     def _wait_for_slots(self) -> None:
         """Let what fills a slot anew come after the firings on other streams that used it."""
