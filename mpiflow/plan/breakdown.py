@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from math import floor, log10
 
 from mpiflow.graph.mesh import STAGE
-from mpiflow.plan.join import joined
 from mpiflow.plan.peak import Peak, peak
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.simulator import simulate
@@ -97,10 +96,12 @@ def step_seconds(plan: Plan, program: Program) -> dict[str, float]:
     Of pipeline stages, the average.
     """
     seconds: dict[str, float] = {}
-    for task in joined(plan, program.name).tasks:
-        if task.kind == "compute":
-            name = f"compute {task.op}"
-            seconds[name] = seconds.get(name, 0.0) + task.seconds / plan.mesh.stages
+    for part in plan.programs:
+        for task in part.tasks if part.name == program.name else ():
+            if task.kind == "compute":
+                firings = part.micro_batches if task.phase % 2 else 1
+                spent = firings * task.seconds / plan.mesh.stages
+                seconds[f"compute {task.op}"] = seconds.get(f"compute {task.op}", 0.0) + spent
     for kind, waited in simulate(plan, program.name).exposed:
         seconds[_WAITS[kind]] = waited
     return seconds

@@ -1,10 +1,10 @@
 """When each task of a plan would run, by the plan's own rules and its predicted seconds.
 
-Every rank runs the same program and prices are those of the largest shard, so one rank is
-simulated for all. A task starts at the latest of: the end of the one before it on its stream, of
-the producers of its inputs, of those it is `after`, of the consumers that free its output's slot,
-and, but for reads, of the step before. As each of these lies earlier in one fixed order, walking
-that order once a step gives the same times as a queue of events.
+Ranks that do the same are simulated once, see `plan.runs`; prices are those of the largest shard. A
+task starts at the latest of: the end of the one before it on its stream, of the producers of its
+inputs, of those it is `after`, of the consumers that free its output's slot, and, but for reads, of
+the step before. As each of these lies earlier in one fixed order, walking that order once a step
+gives the same times as a queue of events.
 
 Where collectives do not overlap with computation, as with an MPI that progresses only in its calls,
 one that could start is pending, and takes its time when a task first waits for it or a later one.
@@ -12,17 +12,22 @@ one that could start is pending, and takes its time when a task first waits for 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpiflow.errors import PlanError
-from mpiflow.plan.join import joined, stage_of
-from mpiflow.plan.records import READ, WRITE, Plan, Program, Task
-from mpiflow.plan.unroll import slot_before
+from mpiflow.plan.join import joined
+from mpiflow.plan.records import READ, WRITE, Plan, Task
+from mpiflow.plan.runs import Lane, Run, Runs, runs_of, stops_within
 from mpiflow.plan.verify_order import in_turn, waits_of
 
 KINDS = ("compute", "comm", "send", "receive", "read", "write")
+
+_QUANTUM = 2.0**-48
+"""Seconds of tasks are multiples of it (4e-15), so that sums are exact in any order up to 32 s.
+
+What is simulated together and what apart then has the same times, to the last bit.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +42,48 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneTimes:
+    """What ranks that do the same did in the last step: seconds of work by stream, and of waiting.
+
+    `exposed` is how long compute stood still, by the kind of stream that it waited for last. What
+    stages wait for one another is there as "receive".
+    """
+
+    lane: Lane
+    busy: tuple[tuple[str, float], ...]
+    exposed: tuple[tuple[str, float], ...]
+
+    @property
+    def computing(self) -> float:
+        """Seconds of computation; with all of `exposed` they make up the step."""
+        return dict(self.busy).get("compute", 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Simulation:
     """Some steps of a program. `busy` (by stream) and `exposed` are those of the last step.
 
-    `exposed` is how long compute stood still, by the kind of stream that it waited for last: of
-    pipeline stages, on average. What they wait for one another is there as "receive". `ends` is
-    when each step was over.
+    `exposed` is how long compute stood still, by the kind of stream that it waited for last: on
+    average over ranks; `lanes` has it for each stage. `ends` is when each step was over.
     """
 
     program: str
     step_seconds: float
     first_step_seconds: float
     ends: tuple[float, ...]
-    events: tuple[Event, ...]
     busy: tuple[tuple[str, float], ...]
     exposed: tuple[tuple[str, float], ...]
+    lanes: tuple[LaneTimes, ...]
+    record: Record
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Every firing, by step and then by time."""
+        return tuple(
+            event for step in range(len(self.ends)) for event in sorted(
+                self.record.events(step), key=lambda e: (e.start, e.stop)
+            )
+        )  # fmt: skip
 
     @property
     def exposed_communication(self) -> float:
@@ -62,6 +94,44 @@ class Simulation:
     def exposed_input(self) -> float:
         """Seconds of a step in which compute waits for reads."""
         return dict(self.exposed)["read"]
+
+    @property
+    def bubble(self) -> float:
+        """Seconds of a step in which compute waits for other stages."""
+        waits = dict(self.exposed)
+        return waits["receive"] + waits["send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """When runs started, and how long after that each of their tasks stops, of each step."""
+
+    runs: Runs
+    seconds: tuple[tuple[float, ...], ...]
+    starts: tuple[tuple[float, ...], ...]
+
+    def events(self, step: int) -> Iterator[Event]:
+        """The firings of a step, in an order in which they may fire."""
+        for number in self.runs.order:
+            for _, event in self.firings(number, step):
+                yield event
+
+    def firings(self, number: int, step: int) -> Iterator[tuple[Task, Event]]:
+        """The tasks of a run and when they fired."""
+        run = self.runs.runs[number]
+        lane, stream = self.runs.streams[run.stream]
+        many = len(self.runs.lanes) > 1
+        start = self.starts[step][number]
+        prefix = f"{self.runs.lanes[lane].label}: " if many else ""
+        stream = f"{stream}@{lane}" if many else stream
+        begin = start
+        micro_batches = self.runs.program(run).micro_batches
+        for task, length in zip(self.runs.tasks(run), self.seconds[number], strict=True):
+            stop = start + length
+            looped = micro_batches > 1 and task.phase % 2
+            name = f"{prefix}{task.name}#{run.micro}" if looped else f"{prefix}{task.name}"
+            yield task, Event(name, stream, begin, stop, step)
+            begin = stop
 
 
 def stream_kind(stream: str) -> str:
@@ -76,184 +146,203 @@ def simulate(
     *,
     factors: Mapping[str, float] | None = None,
     micro_batches: int | None = None,
+    lanes: tuple[Lane, ...] = (),
 ) -> Simulation:
     """Run `steps` steps of a program; `factors` multiply the seconds of a stream or of its kind.
 
     `{"comm": 2.0}` is communication at half the speed, `{"comm.data": 2.0}` that of one axis.
     Where only the order of tasks is wanted, the first few `micro_batches` of a step are enough.
+    Where some ranks are slower, `lanes` say which do the same, see `plan.straggler`.
     """
-    chosen = plan.program(program)
-    if chosen is None:
-        names = ", ".join(p.name for p in plan.programs)
+    if plan.program(program) is None:
+        names = ", ".join(dict.fromkeys(p.name for p in plan.programs))
         raise PlanError(f"the plan has no program {program!r}; it has {names}")
     if steps < 1:
         raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
-    chosen = joined(plan, program, micro_batches)
-    run = _Run(chosen, _durations(chosen, dict(factors or {})), plan.overlap)
-    for step in range(steps):
-        run.step(step)
-    return run.result()
+    runs = runs_of(plan, program, micro_batches, lanes)
+    if len(runs.order) < len(runs.runs):
+        together = joined(plan, program, micro_batches)
+        in_turn(together, waits_of(together))  # which says what waits in a circle
+        raise PlanError(f"program {program} would hang: tasks wait for slots that are never freed")
+    clock = _Clock(runs, _durations(runs, dict(factors or {})), plan.overlap)
+    for _ in range(steps):
+        clock.step()
+    return clock.result()
 
 
-def _durations(program: Program, factors: dict[str, float]) -> list[float]:
-    streams = {stream for stream, _ in program.order}
+def _durations(runs: Runs, factors: dict[str, float]) -> list[tuple[float, ...]]:
+    """When each task of each run stops, after the run starts."""
+    streams = {stream for _, stream in runs.streams}
     for name, factor in factors.items():
         if name not in streams | set(KINDS) or factor < 0:
             known = ", ".join(sorted(streams | set(KINDS)))
             raise PlanError(f"factor {name}={factor}: give a factor of 0 or more for {known}")
-    return [
-        task.seconds * factors.get(task.stream, factors.get(stream_kind(task.stream), 1.0))
-        for task in program.tasks
-    ]
+    found: dict[tuple[int, tuple[int, ...], bool], tuple[float, ...]] = {}
+    durations = []
+    for number, run in enumerate(runs.runs):
+        key = run.lane, run.tasks, number in runs.met
+        if key not in found:
+            slower = runs.lanes[run.lane].factor
+            found[key] = stops_within(
+                0.0
+                if number in runs.met
+                else _rounded(_factor(task, slower, factors) * task.seconds)
+                for task in runs.tasks(run)
+            )
+        durations.append(found[key])
+    return durations
 
 
-class _Run:
-    """The clock of a program: when each task last stopped, step by step."""
+def _factor(task: Task, slower: float, factors: dict[str, float]) -> float:
+    factor = factors.get(task.stream, factors.get(stream_kind(task.stream), 1.0))
+    return factor * slower if task.kind == "compute" else factor
 
-    def __init__(self, program: Program, seconds: list[float], overlap: bool) -> None:
-        self.program = program
-        self.seconds = seconds
-        self.overlap = overlap
-        self.needs = [] if overlap else list(program.needs().values())
+
+def _rounded(seconds: float) -> float:
+    return round(seconds / _QUANTUM) * _QUANTUM
+
+
+class _Clock:
+    """When each run of each step starts. Times of a run are those of its tasks, see `plan.runs`."""
+
+    def __init__(self, runs: Runs, seconds: list[tuple[float, ...]], overlap: bool) -> None:
+        self.runs, self.seconds, self.overlap = runs, seconds, overlap
+        self.kinds = [stream_kind(stream) for _, stream in runs.streams]
         self.pending: dict[int, float] = {}  # collectives and when they could start, in order
-        waits = waits_of(program)
-        self.order = in_turn(program, waits)
-        self.waits = [list(earlier) for earlier in waits]
-        self.frees = _frees(program)
-        self.stops: list[list[float]] = []  # of each step, of each task
+        self.starts: list[list[float]] = []  # of each step, of each run
         self.ends: list[float] = []
-        self.events: list[Event] = []
-        self.free = dict.fromkeys((stream for stream, _ in program.order), 0.0)
-        self.stages = 1 + max((stage_of(stream) for stream in self.free), default=0)
+        self.free = [0.0] * len(runs.streams)
         self.exposed: list[dict[str, float]] = []
 
-    def step(self, step: int) -> None:
-        """Fire every task once."""
+    def step(self) -> None:
+        """Fire every run once."""
         begin = self.ends[-1] if self.ends else 0.0
-        stops = [0.0] * len(self.order)
-        self.stops.append(stops)
-        self.exposed = [dict.fromkeys(KINDS, 0.0) for _ in range(self.stages)]
-        computed = [begin] * self.stages
-        for i in self.order:
-            task = self.program.tasks[i]
-            start, reason = self._start(i, task, step, begin)
-            if task.kind == "compute":
-                stage = stage_of(task.stream)
-                self.exposed[stage][reason] += max(0.0, start - computed[stage])
-                computed[stage] = start + self.seconds[i]
-            if self.overlap or stream_kind(task.stream) != "comm":
-                self._fire(i, start, step)
+        self.starts.append([-1.0] * len(self.runs.runs))
+        self.exposed = [dict.fromkeys(KINDS, 0.0) for _ in self.runs.lanes]
+        computed = [begin] * len(self.runs.lanes)
+        for number in self.runs.order:
+            run = self.runs.runs[number]
+            kind = self.kinds[run.stream]
+            start, reason = self._start(number, run, kind, begin)
+            if kind == "compute":
+                self.exposed[run.lane][reason] += max(0.0, start - computed[run.lane])
+                computed[run.lane] = start + self.seconds[number][-1]
+            if self.overlap or kind != "comm":
+                self._fire(number, start)
             else:
-                self.pending[i] = start
-        for i in list(self.pending):
-            self._settle(i, computed[stage_of(self.program.tasks[i].stream)], step)
-        inside = [stops[i] for i in self.order if not self._outlives(i)]
-        self.ends.append(max([begin, *inside]))
-        for stage, last in enumerate(computed):
-            self._expose_end(stage, last, stops)
+                self.pending[number] = start
+        for number in list(self.pending):
+            self._settle(number, computed[self.runs.runs[number].lane])
+        self._end(begin, computed)
 
-    def _expose_end(self, stage: int, last: float, stops: list[float]) -> None:
-        """What a stage waits for at the end: its own collectives, then other stages."""
-        end = self.ends[-1]
-        if self.stages > 1:
-            own = (
-                stops[i]
-                for i, task in enumerate(self.program.tasks)
-                if stream_kind(task.stream) == "comm" and stage_of(task.stream) == stage
-            )
-            over = max(last, *own, last)
-            self.exposed[stage]["receive"] += end - over
-            end = over
-        self.exposed[stage]["comm"] += end - last
+    def _end(self, begin: float, computed: list[float]) -> None:
+        """What lanes wait for at the end: their own collectives, then other stages."""
+        own, end = list(computed), begin
+        for free, (lane, _), kind in zip(self.free, self.runs.streams, self.kinds, strict=True):
+            if kind not in (READ, WRITE):
+                end = max(end, free)
+            if kind == "comm":
+                own[lane] = max(own[lane], free)
+        self.ends.append(end)
+        for lane, last in enumerate(computed):
+            over = own[lane] if len(computed) > 1 else end
+            self.exposed[lane]["comm"] += over - last
+            self.exposed[lane]["receive"] += end - over
 
-    def _fire(self, i: int, start: float, step: int) -> None:
-        task = self.program.tasks[i]
-        stop = start + self.seconds[i]
-        self.stops[step][i] = self.free[task.stream] = stop
-        self.events.append(Event(task.name, task.stream, start, stop, step))
+    def _fire(self, number: int, start: float) -> None:
+        self.starts[-1][number] = start
+        self.free[self.runs.runs[number].stream] = start + self.seconds[number][-1]
 
-    def _settle(self, i: int, now: float, step: int) -> None:
+    def _settle(self, number: int, now: float) -> None:
         """Carry out a collective that is waited for now, after those before it on its stream.
 
         What it needs of other streams comes first: a pending collective does not wait for others.
         """
-        stream = self.program.tasks[i].stream
+        stream = self.runs.runs[number].stream
         for other in list(self.pending):
-            if i in self.pending and self.program.tasks[other].stream == stream:
+            if number in self.pending and self.runs.runs[other].stream == stream:
                 for needed in self._pending_needs(other):
-                    self._settle(needed, now, step)
+                    self._settle(needed, now)
                 start = max(now, self.pending.pop(other), self.free[stream])
-                self._fire(other, self._without(other, start, step), step)
+                self._fire(other, self._without(other, start))
 
-    def _pending_needs(self, i: int) -> list[int]:
-        """The pending collectives that a task needs, other than those before it on its stream."""
-        tasks, needs = self.program.tasks, self.needs[i] if self.pending else ()
+    def _pending_needs(self, number: int) -> list[int]:
+        """The pending collectives that a run needs, other than those before it on its stream."""
+        if not self.pending:
+            return []
+        run = self.runs.runs[number]
+        needs = {source for source, _ in run.waits}
         return [
             other
             for other in self.pending
-            if tasks[other].name in needs and tasks[other].stream != tasks[i].stream
+            if other in needs and self.runs.runs[other].stream != run.stream
         ]
 
-    def _outlives(self, task: int) -> bool:
-        return self.program.tasks[task].stream in (READ, WRITE)
-
-    def _start(self, i: int, task: Task, step: int, begin: float) -> tuple[float, str]:
-        """When a task may start, and the kind of stream that it waits for last."""
-        start = self.free[task.stream]
-        if task.stream != READ:
+    def _start(self, number: int, run: Run, kind: str, begin: float) -> tuple[float, str]:
+        """When a run may start, and the kind of stream that it waits for last."""
+        start = self.free[run.stream]
+        if kind != READ:
             start = max(start, begin)
         reason = "compute"
-        if stream_kind(task.stream) != "comm":
-            for other in self._pending_needs(i):
-                self._settle(other, self._without(i, start, step), step)
-        for other in self.waits[i]:
-            if other in self.pending:
-                continue  # this one is to be pending too
-            if self.stops[step][other] > start:
-                start = self.stops[step][other]
-                reason = stream_kind(self.program.tasks[other].stream)
-        for other, slots in self.frees[i]:
-            if step >= slots and self.stops[step - slots][other] > start:
-                start = self.stops[step - slots][other]
-                reason = stream_kind(self.program.tasks[other].stream)
+        if kind != "comm" and self.pending:
+            for other in self._pending_needs(number):
+                self._settle(other, self._without(number, start))
+        now = self.starts[-1]
+        for other, place in run.waits:
+            if now[other] < 0.0:
+                continue  # a pending one; this one is to be pending too
+            stop = now[other] + self.seconds[other][place]
+            if stop > start:
+                start, reason = stop, self.kinds[self.runs.runs[other].stream]
+        for other, place, steps in run.freed:
+            if len(self.starts) > steps:
+                stop = self.starts[-1 - steps][other] + self.seconds[other][place]
+                if stop > start:
+                    start, reason = stop, self.kinds[self.runs.runs[other].stream]
         return start, reason
 
-    def _without(self, i: int, start: float, step: int) -> float:
-        """When a task could start, at `start` or after, if it waited for nothing pending."""
-        done = (self.stops[step][other] for other in self.waits[i] if other not in self.pending)
+    def _without(self, number: int, start: float) -> float:
+        """When a run could start, at `start` or after, if it waited for nothing pending."""
+        now = self.starts[-1]
+        done = (
+            now[other] + self.seconds[other][place]
+            for other, place in self.runs.runs[number].waits
+            if now[other] >= 0.0
+        )
         return max((start, *done))
 
     def result(self) -> Simulation:
         """What the steps so far come to."""
         last = len(self.ends) - 1
-        busy: dict[str, float] = defaultdict(float)
-        for i, task in enumerate(self.program.tasks):
-            busy[task.stream] += self.seconds[i]
+        busy = [0.0] * len(self.runs.streams)
+        for run, seconds in zip(self.runs.runs, self.seconds, strict=True):
+            busy[run.stream] += seconds[-1]
+        lanes = tuple(
+            LaneTimes(
+                lane,
+                tuple(
+                    (name, busy[i])
+                    for i, (owner, name) in enumerate(self.runs.streams) if owner == number
+                ),
+                tuple(self.exposed[number].items()),
+            )
+            for number, lane in enumerate(self.runs.lanes)
+        )  # fmt: skip
+        many = len(lanes) > 1
+        ranks = sum(one.lane.ranks for one in lanes)
         return Simulation(
-            program=self.program.name,
+            program=self.runs.programs[0].name,
             step_seconds=self.ends[last] - (self.ends[last - 1] if last else 0.0),
             first_step_seconds=self.ends[0],
             ends=tuple(self.ends),
-            events=tuple(sorted(self.events, key=lambda e: (e.step, e.start, e.stop))),
-            busy=tuple((stream, busy[stream]) for stream in self.free),
-            exposed=tuple(
-                (kind, sum(stage[kind] for stage in self.exposed) / self.stages) for kind in KINDS
+            busy=tuple(
+                (f"{stream}@{lane}" if many else stream, busy[i])
+                for i, (lane, stream) in enumerate(self.runs.streams)
             ),
+            exposed=tuple(
+                (kind, sum(dict(one.exposed)[kind] * one.lane.ranks for one in lanes) / ranks)
+                for kind in KINDS
+            ),
+            lanes=lanes,
+            record=Record(self.runs, tuple(self.seconds), tuple(map(tuple, self.starts))),
         )
-
-
-def _frees(program: Program) -> list[list[tuple[int, int]]]:
-    """Of each task, the consumers that free its output's slot, and how many steps ago they fired.
-
-    The slot of micro-batch k is the one that was filled `slots` micro-batches earlier.
-    """
-    consumers: dict[str, list[int]] = defaultdict(list)
-    for i, task in enumerate(program.tasks):
-        for name in task.inputs:
-            consumers[name].append(i)
-    producer = {name: i for i, task in enumerate(program.tasks) for name in task.outputs}
-    frees: list[list[tuple[int, int]]] = [[] for _ in program.tasks]
-    for register in program.registers:
-        name, steps = slot_before(register, program.micro_batches)
-        frees[producer[register.name]] += [(i, steps) for i in consumers[name]]
-    return frees

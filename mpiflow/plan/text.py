@@ -298,14 +298,15 @@ def timeline(simulation: Simulation, width: int = 72) -> str:
         f"program {simulation.program}, step {shown}: {time_text(end - begin)}; "
         f"later steps {time_text(simulation.step_seconds)}",
     ]
-    for stream in busy:
-        cells = ["."] * width
-        for event in simulation.events:
-            if event.stream == stream and event.stop > begin and event.start < end > begin:
+    drawn = {stream: ["."] * width for stream in busy}
+    for step in range(len(simulation.ends)) if end > begin else ():
+        for event in simulation.record.events(step):
+            if event.stop > begin and event.start < end:
                 scale = width / (end - begin)
                 first = max(0, floor((event.start - begin) * scale + 1e-9))
                 last = min(width, max(first + 1, floor((event.stop - begin) * scale + 1e-9)))
-                cells[first:last] = str(event.step % 10) * (last - first)
+                drawn[event.stream][first:last] = str(event.step % 10) * (last - first)
+    for stream, cells in drawn.items():
         share = f"{busy[stream] / step:4.0%} busy, {time_text(busy[stream])}"
         lines.append(f"  {stream:<{names}} |{''.join(cells)}| {share}")
     waits = [f"{time_text(seconds)} for {kind}" for kind, seconds in simulation.exposed if seconds]
