@@ -177,8 +177,10 @@ class _Pricing:
         nodes = tuple(self.graph.live())
         for tensors, domain in self.choices.of_inputs():
             self._place(tensors, domain)
+        alike: dict[tuple[Choice, ...], list[Choice]] = {}  # one list, so that its tables are known
         for variable in self.graph.variables.values():
-            self._place((variable.tensor,), self.choices.of_variable(variable))
+            domain = self.choices.of_variable(variable)
+            self._place((variable.tensor,), alike.setdefault(tuple(domain), domain))
         kernels = [np.zeros(len(domain)) for domain in self.domains]
         for node in nodes:
             domain, seconds = self._priced_domain(node)
