@@ -301,8 +301,8 @@ class _Lane:
         """Find what each run waits for."""
         phase, computed = -1, None
         for turn, micro in self.template.turns:
-            if turn[0] != phase:
-                phase, computed = turn[0], None
+            if turn[0] != phase:  # only segments share memory with what is computed before
+                phase, computed = turn[0], computed if turn[1] >= 0 else None
             for offset in range(len(self.template.runs[turn])):
                 run = self.made.runs[self.begin[turn, micro] + offset]
                 waits = list(self._resolved(run.tasks[0], micro))
