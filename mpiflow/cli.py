@@ -170,6 +170,10 @@ _NAMES = _argument(
     help="how a file names weights: a .toml or .json file, torchvision-resnet, hf-bert:heads=N,"
     " hf-gpt2:heads=N, hf-llama:heads=N,kv_heads=N",
 )  # fmt: skip
+_REPORT = _argument(
+    "--memory-report", action="store_true",
+    help="show what each stage holds when it holds most, by class, and the largest tensors",
+)  # fmt: skip
 _AFTER = _argument("--after", metavar="STEP", help="show what a step of the compiler made")
 _EXPLAIN = _argument(
     "--explain", metavar="NAME",
@@ -179,7 +183,7 @@ _EXPLAIN = _argument(
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.plan, (_argument("job", metavar="FILE.py[:function]"), *_FORM, _SET, _DATA,
-                     _OUTPUT, _AFTER, _EXPLAIN, _JSON)),
+                     _OUTPUT, _AFTER, _EXPLAIN, _REPORT, _JSON)),
     (commands.check, (_argument("plan", metavar="FILE.plan"), _OPS, _DATA, _JSON)),
     (commands.simulate, (_argument("job", metavar="FILE.plan|FILE.py"), *_FORM, _SET, _DATA,
                          _OPS,

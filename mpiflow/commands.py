@@ -28,7 +28,7 @@ def plan(options: Namespace) -> None:
 
     Needs no MPI and no GPU, and no data files where the job declares its fields and rows.
     """
-    from mpiflow.plan import store, text
+    from mpiflow.plan import memory, store, text
 
     if options.output and Path(options.output).is_dir():
         raise UsageError(f"-o {options.output}: a folder; name the plan's file in it")
@@ -50,9 +50,17 @@ def plan(options: Namespace) -> None:
         _explain(options, placed)
         return
     if options.json:
-        options.answer = {**text.summary(made), "compile_seconds": round(seconds, 3)}
+        options.answer = {
+            **text.summary(made),
+            "memory": memory.figures(made),
+            "compile_seconds": round(seconds, 3),
+        }
         return
-    print(text.show(made))
+    if options.memory_report:
+        print(memory.memory_report(made))
+    else:
+        print(text.show(made))
+        print(memory.show_memory(made))
     print(f"\ncompiled in {seconds:.2f} s")
     if options.output:
         size = text.size_text(Path(options.output).stat().st_size)

@@ -1,7 +1,8 @@
-"""What the arena of a plan holds when it is fullest, by class.
+"""What the arena of a plan holds when it is fullest, by class and by tensor.
 
 The moment is one of the order in which tasks can run; as no two buffers that live at once share a
-byte, what lives then is at most the arena. What it leaves is room that other moments need.
+byte, what lives then is at most the arena. What it leaves is room that other moments need. A loop
+stands for as many micro-batches as have slots of their own, so those in flight count one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from mpiflow.plan.records import READ, WRITE, Plan, Program, Register, Task, Variable
-from mpiflow.plan.unroll import ENOUGH, folded, unroll
+from mpiflow.plan.unroll import enough, folded, unroll
 from mpiflow.plan.verify_order import in_turn, waits_of
 
 CLASSES = (
@@ -21,38 +22,75 @@ CLASSES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Tensor:
+    """What is in memory at a peak: `times` in as many slots, `nbytes` in all of them together."""
+
+    name: str
+    kind: str
+    nbytes: int
+    times: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest moment: while `task` of `program` runs. Bytes by class add up to the arena."""
+    """The fullest moment: while `task` of `program` runs. Bytes by class add up to the arena.
+
+    `tensors` are in memory then, the largest first; those that share memory are there once, by the
+    name of the newest.
+    """
 
     program: str
     task: str
     where: str
     classes: tuple[tuple[str, int], ...]
+    tensors: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes of the arena that something of a class holds."""
+    """Bytes of the arena that something of a class holds, and the line that it comes from."""
 
     offset: int
     nbytes: int
     kind: str
+    name: str
+    where: str
+    slots: int = 1
 
 
 def peak(plan: Plan) -> Peak:
-    """The fullest moment of all programs, the first of equals."""
+    """The fullest moment of all programs of a stage, the first of equals."""
     state = _state_of(plan.variables)
-    lasting = [_Span(v.offset, v.nbytes, state[v.name]) for v in plan.variables]
+    lasting = [_Span(v.offset, v.nbytes, state[v.name], v.name, v.where) for v in plan.variables]
     lasting += [span for program in plan.programs for span in _lasting(program)]
     lives = [_Lives(program) for program in plan.programs if program.tasks]
     arena = sum(nbytes for _, nbytes in plan.arenas)
     if not lives:
-        return Peak("", "", "", _by_class(lasting, arena))
+        return Peak("", "", "", _by_class(lasting, arena), _tensors(lasting))
     fullest = max(lives, key=lambda one: one.largest)
-    task = fullest.task
+    task, spans = fullest.task, fullest.spans()
     return Peak(
-        fullest.program.name, folded(task), task.where, _by_class(lasting + fullest.spans(), arena)
-    )  # fmt: skip
+        fullest.program.name,
+        folded(task),
+        task.where,
+        _by_class(lasting + spans, arena),
+        _tensors(lasting + spans),
+    )
+
+
+def _tensors(spans: list[_Span]) -> tuple[Tensor, ...]:
+    """What spans hold, those of one name together; of spans in the same place the first counts."""
+    places: set[int] = set()
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for span in spans:
+        if span.nbytes and span.offset not in places:
+            places.add(span.offset)
+            key = span.name, span.kind, span.where
+            nbytes, times = found.get(key, (0, 0))
+            found[key] = nbytes + span.nbytes, times + span.slots
+    tensors = (Tensor(name, kind, *held, where) for (name, kind, where), held in found.items())
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
 
 
 def _state_of(variables: tuple[Variable, ...]) -> dict[str, str]:
@@ -66,12 +104,14 @@ def _state_of(variables: tuple[Variable, ...]) -> dict[str, str]:
 
 def _lasting(program: Program) -> list[_Span]:
     """What is read ahead and written behind, which has places of its own all the time."""
-    read = {name for task in program.tasks if task.stream == READ for name in task.outputs}
-    written = {name for task in program.tasks if task.stream == WRITE for name in task.inputs}
+    lines = {n: t.where for t in program.tasks if t.stream == READ for n in t.outputs}
+    written = {n: t.where for t in program.tasks if t.stream == WRITE for n in t.inputs}
+    kinds = dict.fromkeys(written, "staging of saves") | dict.fromkeys(lines, "read slots")
+    lines |= written
     return [
-        _Span(r.offset, r.nbytes * r.slots, "read slots" if r.name in read else "staging of saves")
+        _Span(r.offset, r.nbytes * r.slots, kinds[r.name], r.name, lines[r.name], r.slots)
         for r in program.registers
-        if r.name in read | written
+        if r.name in kinds
     ]
 
 
@@ -80,7 +120,7 @@ class _Lives:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        unrolled = unroll(program, ENOUGH)
+        unrolled = unroll(program, enough(program))
         self.order = [unrolled.tasks[i] for i in in_turn(unrolled, waits_of(unrolled))]
         lasting = {name for task in unrolled.tasks if task.stream == READ for name in task.outputs}
         lasting |= {name for task in unrolled.tasks if task.stream == WRITE for name in task.inputs}
@@ -127,12 +167,17 @@ class _Lives:
         """What is in use at the fullest place; the newest first, as it is what a byte is now."""
         alive = [n for n, (start, stop) in self.life.items() if start <= self.place <= stop]
         alive.sort(key=lambda name: -self.life[name][0])
-        spans = [
-            _Span(r.offset, r.nbytes, self._class(r))
-            for r in map(self.registers.__getitem__, alive)
-        ]
+        spans = [self._span(self.registers[name]) for name in alive]
         offset, nbytes = self.task.workspace
-        return [*spans, _Span(offset, nbytes, "workspace")]
+        return [*spans, _Span(offset, nbytes, "workspace", folded(self.task), self.task.where)]
+
+    def _span(self, register: Register) -> _Span:
+        """The slot of a register, which stands for one micro-batch where it is of a loop."""
+        slot = register.micro % register.slots if register.rewound else 0
+        producer = self.producer[register.name]
+        name = register.name.rpartition("#")[0] if producer.phase % 2 else register.name
+        offset = register.offset + slot * register.nbytes
+        return _Span(offset, register.nbytes, self._class(register), name, producer.where)
 
     def _class(self, register: Register) -> str:
         """What a register holds, by the task that makes it."""
