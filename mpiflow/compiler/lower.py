@@ -22,7 +22,7 @@ from mpiflow.compiler.owners import owner_axes
 from mpiflow.compiler.pipeline import Sequence, in_flight
 from mpiflow.compiler.rowtasks import fetch, send
 from mpiflow.compiler.signature import Placed
-from mpiflow.compiler.transfer import Transfer
+from mpiflow.compiler.transfer import Transfer, first_uses
 from mpiflow.compiler.zero import is_backward, of_variables
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
@@ -147,10 +147,7 @@ class _Lowering:
 
     def _receive(self) -> None:
         """Registers for what comes from other stages, each in the segment that first needs it."""
-        first: dict[Tensor, int] = {}
-        for node, segment in self.stage.segments.items():
-            for tensor in node.inputs:
-                first[tensor] = min(segment, first.get(tensor, segment))
+        first = first_uses(self.stage.segments)
         for transfer in self.stage.coming:
             self.build.loop = transfer.loop
             self.build.segment = first.get(transfer.tensor, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.lower import StageWork, lower
@@ -10,7 +10,7 @@ from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.pipeline import Pipeline, Sequence
 from mpiflow.compiler.signature import Placed
 from mpiflow.compiler.stages import Stages, part
-from mpiflow.compiler.transfer import Transfer, transfers
+from mpiflow.compiler.transfer import Transfer, first_uses, in_lanes, transfers
 from mpiflow.graph.graph import Node
 from mpiflow.plan.records import Program, Variable
 
@@ -70,6 +70,22 @@ class Step:
             self._segments(stage, placed, pipeline),
         )
 
+    def in_lanes(self) -> Step:
+        """With the lanes of messages as the segments ask for in which they are made and used."""
+        if self.stages is None or self.timing is None:
+            return self
+        made, used = [], []
+        for stage in range(self.stages.stages):
+            segments = self._segments(stage, self.part(stage), self.target.pipeline)
+            made.append(segments)
+            used.append(first_uses(segments))
+        ways = {
+            m: (made[m.source][m.tensor.node], used[m.target].get(m.tensor, 0))
+            for m in self.messages
+            if m.loop and m.tensor.node
+        }
+        return replace(self, messages=in_lanes(self.messages, ways))
+
     def _segments(self, stage: int, placed: Placed, pipeline: Pipeline) -> dict[Node, int]:
         """The segment of each node: of the first of its pieces that this stage has."""
         assert self.stages is not None
@@ -112,4 +128,4 @@ def make_step(
     messages: tuple[Transfer, ...] = ()
     if stages is not None:
         messages = transfers(placed, stages, timing, target.mesh, target.machine)
-    return Step(placed, data, rows, target, timing, stages, messages, zero)
+    return Step(placed, data, rows, target, timing, stages, messages, zero).in_lanes()

@@ -7,7 +7,7 @@ tensor that all ranks of a stage hold is better sent in parts, and gathered wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
 
@@ -17,6 +17,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.signature import Placed
 from mpiflow.compiler.stages import Stages
+from mpiflow.graph.graph import Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, Layout, S, Sbp
 from mpiflow.graph.tensor import Tensor, is_narrow
@@ -79,6 +80,34 @@ def transfers(
             )
         )  # fmt: skip
     return tuple(made)
+
+
+def first_uses(segments: dict[Node, int]) -> dict[Tensor, int]:
+    """The first of the segments of nodes that read a tensor, by tensor."""
+    first: dict[Tensor, int] = {}
+    for node, segment in segments.items():
+        for tensor in node.inputs:
+            first[tensor] = min(segment, first.get(tensor, segment))
+    return first
+
+
+def in_lanes(
+    messages: tuple[Transfer, ...], ways: dict[Transfer, tuple[int, int]]
+) -> tuple[Transfer, ...]:
+    """With a lane of their own for messages of one that go other `ways` than the rest of it.
+
+    A way is the segment in which a message is sent, and that in which it is first used: where those
+    of two differ, they are sent in one order and used in another.
+    """
+    found: dict[tuple[int, int, str], set[tuple[int, int]]] = {}
+    for m, way in ways.items():
+        found.setdefault((m.source, m.target, m.lane), set()).add(way)
+    return tuple(
+        replace(m, lane="{}.{}.{}".format(m.lane, *ways[m]))
+        if len(found.get((m.source, m.target, m.lane), ())) > 1
+        else m
+        for m in messages
+    )
 
 
 def _layouts(placed: Placed) -> dict[Tensor, Layout]:
