@@ -31,7 +31,7 @@ MACHINES = [
     replace(find_machine("cpu"), inner=Link(1e-9, 1e12), outer=Link(1e-9, 1e12), launch=1e-9),
     replace(find_machine("cpu"), inner=Link(1e-9, 1e7), outer=Link(1e-9, 1e7), launch=1e-9),
 ]
-MOST = 40_000
+MOST = 500_000
 """Combinations that are tried."""
 
 UNARY = (
@@ -84,7 +84,7 @@ def random_problem(seed):
     draw = np.random.default_rng(seed)
     training = seed % 4 == 0
     rows, width = (int(n) for n in draw.integers(3, 8, 2))
-    model = random_linear(draw) if training else random_model(draw, int(draw.integers(1, 9)))
+    model = random_linear(draw) if training else random_model(draw, int(draw.integers(1, 7)))
     data = DataSet(
         "train", "x", (Field("x", (width,), "float32"),), (), rows, rows, False, 0, 1, 1, ""
     )
