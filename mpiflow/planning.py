@@ -12,6 +12,7 @@ from mpiflow.compiler.domains import DATA
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import Machine, find_machine
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline
+from mpiflow.compiler.recompute import check_recompute
 from mpiflow.compiler.zero import check_level
 from mpiflow.errors import JobError, UsageError
 from mpiflow.graph.mesh import Mesh, parse_mesh
@@ -50,18 +51,20 @@ def make_plan(
     zero: int | None = None,
     memory: int | None = None,
     pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD,
+    recompute: str | None = None,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
     """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`.
 
     Prices are those of `machine`, which is the built-in `cpu` unless given. Arenas have `memory`
     bytes at most, by default what a device of the machine has, where that is known. Pipeline
-    stages take turns as `pipeline` says.
+    stages take turns as `pipeline` says; activations are computed again at the level `recompute`.
     """
     from mpiflow.io.dataset import cache_bytes
 
     machine = machine or find_machine("cpu")
     check_level(zero or 0)
+    check_recompute(recompute)
     limit = machine.memory_bytes if memory is None else memory
     notes = machine_notes(machine, mesh)
     data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
@@ -71,7 +74,7 @@ def make_plan(
     plan = compile_job(
         job,
         data,
-        Target(mesh, machine, zero=zero, memory=limit, pipeline=pipeline),
+        Target(mesh, machine, zero=zero, memory=limit, pipeline=pipeline, recompute=recompute),
         folder=folder,
         cache_bytes=cache_bytes,
         observe=observe,

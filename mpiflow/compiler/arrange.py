@@ -40,7 +40,8 @@ class Target:
 
     `zero` is the level of ZeRO that it is to have; where that is None, it is 0, or what a limit on
     memory asks for, by variable. `memory` is that limit, in bytes of a rank's arena, 0 for none.
-    `pipeline` says how pipeline stages share the work.
+    `pipeline` says how pipeline stages share the work. `recompute` is the level of the blocks of
+    the model (recompute.py); where that is None, it is none, or what a limit on memory asks for.
     """
 
     mesh: Mesh
@@ -49,6 +50,7 @@ class Target:
     zero: int | None = None
     memory: int = 0
     pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD
+    recompute: str | None = None
 
     @property
     def inside(self) -> Mesh:

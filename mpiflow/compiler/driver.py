@@ -4,7 +4,7 @@ trace        call the model on symbolic inputs               trace.py
 check        what no single op can see                       graph/check.py
 differentiate  backward pass and updates                     differentiate.py
 precision    dtypes; 16-bit casts are made while tracing     precision.py
-recompute    which activations stay                          recompute.py
+recompute    which activations stay                          blocks.py, recompute.py
 micro-batches  what fires once for each of them              microbatch.py
 signatures   layouts of nodes and variables                  domains.py, signature.py
 stages       which pipeline stage does what                  stages.py, transfer.py, parts.py
@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +39,15 @@ from mpiflow.compiler.arrange import (
     relative_line,
     stored,
 )
+from mpiflow.compiler.attempts import Levels, Planner, cheapest
 from mpiflow.compiler.differentiate import differentiate
-from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes, within
+from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes
 from mpiflow.compiler.lower import lower_initialise, lower_save
 from mpiflow.compiler.memory import Packed, plan_memory
 from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.precision import check_precision
-from mpiflow.compiler.recompute import keep_activations
+from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept, recompute_notes
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import assign_like, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
@@ -53,7 +55,7 @@ from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.compiler.zero import level_note
 from mpiflow.errors import JobError
 from mpiflow.graph.check import check
-from mpiflow.graph.graph import Graph
+from mpiflow.graph.graph import Graph, Node
 from mpiflow.job import Job
 from mpiflow.optim import average_name
 from mpiflow.plan.records import (
@@ -70,6 +72,9 @@ STEPS = (
     "stages", "lower", "fuse", "bucket", "schedule", "memory", "price", "verify",
 )  # fmt: skip
 """What `--after` takes; boxing shows in what `lower` gives."""
+
+Made = tuple[Step, list[Packed]]
+"""A training step with its layouts, and the programs of each pipeline stage with their memory."""
 
 
 def compile_job(
@@ -108,28 +113,60 @@ class _Compiler:
         self.model = ""
 
     def plan(self) -> Plan:
-        data, count = self.data["train"], self.job.micro_batches
-        graph = self._train_graph(data)
+        count = self.job.micro_batches
+        graph = self._train_graph(self.data["train"])
         self.target.pipeline.check(self.mesh, count)
-        timing = divide(graph, count) if count > 1 else None
-        self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
         if self.target.zero:
             self.notes.append(level_note(self.target.zero, count))
 
-        def attempt(limit: Limit | None) -> Attempt[tuple[Step, list[Packed]]]:
+        @cache
+        def recompute() -> Recompute:
+            return self._recompute(graph)
+
+        def planner(level: Levels) -> Planner[Made]:
+            if level == NONE and not graph.marks:
+                return self._planner(graph, all_kept(graph))
+            levels = recompute().levels(level) if isinstance(level, str) else level
+            kept = recompute().kept(levels)
+            return self._planner(recompute().rewritten(kept), kept)
+
+        try:
+            made = cheapest(
+                self.target, lambda: recompute().steps(), self._limits(count > 1), planner,
+                lambda made: made[0].placed.seconds,
+            )  # fmt: skip
+        except TooLarge as error:
+            raise does_not_fit(error, self.target, self.job, graph, self.folder) from error
+        train, packed = made.made
+        self.notes += recompute_notes(train.placed)
+        return self._finish(train, packed)
+
+    def _recompute(self, graph: Graph) -> Recompute:
+        """What may be computed again; where there are pipeline stages, within the piece of each."""
+        pieces: dict[Node, int] = {}
+        if self.mesh.stages > 1:
+            stages = self._train_step(graph, self._timed(graph), None).stages
+            assert stages is not None
+            pieces = {n: c[0] for n, c in stages.nodes.items() if n not in graph.origins}
+        all_again = self.target.pipeline.schedule == "gpipe"
+        return Recompute(graph, self.machine, pieces, all_again)
+
+    def _planner(self, graph: Graph, kept: Kept) -> Planner[Made]:
+        """Plans for a graph in which the backward pass is given what is kept."""
+        self.observe("recompute", "train", kept)
+        timing = self._timed(graph)
+        self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
+
+        def attempt(limit: Limit | None) -> Attempt[Made]:
             train, packed = self._arranged(graph, timing, limit)
             size = max(stage.nbytes for stage in packed)
             return Attempt((train, packed), size, lambda: held_bytes(train.placed))
 
-        made = attempt(None)
-        if self.target.memory:
-            limits = self._limits(timing is not None)
-            try:
-                made = within(self.target.memory, made, limits, attempt, self.mesh.stages > 1)
-            except TooLarge as error:
-                raise does_not_fit(error, self.target, self.job, graph, self.folder) from error
-        train, packed = made.made
-        return self._finish(train, packed)
+        return attempt
+
+    def _timed(self, graph: Graph) -> Timing | None:
+        count = self.job.micro_batches
+        return divide(graph, count) if count > 1 else None
 
     def _limits(self, timed: bool) -> list[Limit]:
         """What may be split where the fastest layouts hold too much, in the order to be tried."""
@@ -215,7 +252,6 @@ class _Compiler:
         self.observe("differentiate", "train", graph)
         check_precision(graph)
         self.observe("precision", "train", graph)
-        self.observe("recompute", "train", keep_activations(graph))
         return graph
 
     def _traced(self, program: str, data: DataSet, rows: int, *, training: bool) -> Graph:

@@ -268,6 +268,18 @@ class _Lowering:
         op = replace(node.op, clears=False) if axes and isinstance(node.op, SumRows) else node.op
         name = self.build.name(node.name, *layouts)
         self.build.compute(name, op, inputs, outputs, node.where)
+        self._wait(node)
+
+    def _wait(self, node: Node) -> None:
+        """Let the newest task come after what its node is to come after, if this stage has it."""
+        tensor = self.graph.after.get(node)
+        held = self.values.get((tensor, self.build.loop)) if tensor is not None else None
+        if held is None:
+            return
+        tasks = self.build.tasks
+        maker = next((t.name for t in reversed(tasks) if held.name in t.outputs), None)
+        if maker is not None:
+            tasks[-1] = replace(tasks[-1], after=(maker,))
 
     def _update_target(
         self, node: Node, output: int, inputs: list[Register], layout: Layout

@@ -72,8 +72,8 @@ def of_variables(graph: Graph) -> set[Tensor]:
 
 
 def is_backward(node: Node) -> bool:
-    """Whether a node belongs to the backward pass."""
-    return node.name.startswith("grad/")
+    """Whether a node belongs to the backward pass; so does what it computes again."""
+    return node.name.startswith(("grad/", "again/"))
 
 
 def _is_state(variable: Variable, used: set[Tensor]) -> bool:

@@ -51,8 +51,10 @@ class Graph:
 
     `updates` are the optimizer's nodes, which come after forward and backward pass. `origins`
     names, for each node of the backward pass, the one that it differentiates; `stages` the pipeline
-    stage of the nodes that the user pinned to one. The step is done in so many `micro_batches`,
-    which only what is defined on one of them needs to know.
+    stage of the nodes that the user pinned to one, `marks` numbers the parts of the model that the
+    user wants computed again. A node in `after` does not fire before that tensor is there.
+    The step is done in so many `micro_batches`, which only what is defined on one of them needs to
+    know.
     `hint_lines` are the lines that gave the hints, by tensor as these.
     """
 
@@ -70,12 +72,16 @@ class Graph:
     updates: set[Node] = field(default_factory=set)
     origins: dict[Node, Node] = field(default_factory=dict)
     stages: dict[Node, int] = field(default_factory=dict)
+    marks: dict[Node, int] = field(default_factory=dict)
+    after: dict[Node, Tensor] = field(default_factory=dict)
     policy: Policy | None = None
     micro_batches: int = 1
     _counts: dict[str, int] = field(default_factory=dict)
     _scopes: list[str] = field(default_factory=list)
     _where: list[str] = field(default_factory=list)
     _stage: int | None = None
+    _mark: int | None = None
+    _marked: int = 0
 
     @property
     def where(self) -> str:
@@ -118,6 +124,17 @@ class Graph:
             yield
         finally:
             self._stage = before
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Mark the nodes that are added inside to be computed again in the backward pass."""
+        before = self._mark
+        if before is None:
+            self._mark, self._marked = self._marked, self._marked + 1
+        try:
+            yield
+        finally:
+            self._mark = before
 
     def input(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """A field of the batch."""
@@ -187,6 +204,8 @@ class Graph:
         self.nodes.append(node)
         if self._stage is not None:
             self.stages[node] = self._stage
+        if self._mark is not None:
+            self.marks[node] = self._mark
         return outputs
 
     def assign(self, variable: Tensor, value: Tensor) -> None:
