@@ -67,6 +67,7 @@ def make_plan(
     check_recompute(recompute)
     limit = machine.memory_bytes if memory is None else memory
     notes = machine_notes(machine, mesh)
+    machine = machine.with_ranks(mesh.size)
     data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
     for name, dataset in job.evaluations.items():
         _check_name(job, name)

@@ -111,14 +111,14 @@ def process_base() -> int:
     plan = references(quick=True)[0].plan()
     with tempfile.TemporaryDirectory() as folder:  # loads HDF5
         pack({"row": np.zeros((8, 8), np.uint8)}, f"{folder}/rows-*.h5")
-    session = _opened(plan, 3)
+    session = opened(plan, 3)
     for _ in range(3):
         session.timed("train")
     session.close()
     return Cpu().process_bytes() - dict(plan.arenas)["host"]
 
 
-def _opened(plan: Plan, steps: int) -> Session:
+def opened(plan: Plan, steps: int) -> Session:
     """A session of this rank alone, at its first step, on drawn values."""
     session = Session(plan, LocalWorld(1).transports[0], {"train": Drawn(plan)})
     session.run("initialise")
@@ -179,7 +179,7 @@ def measure_ops(*, quick: bool) -> list[Call]:
 
 def _calls(job: Reference, quick: bool) -> list[Call]:
     plan = job.plan()
-    session = _opened(plan, _MOST_STEPS)
+    session = opened(plan, _MOST_STEPS)
     times: dict[str, list[float]] = defaultdict(list)
     tasks: dict[str, Task] = {}
     ends = time.perf_counter() + (0.4 if quick else 1.2)

@@ -1,6 +1,7 @@
 """Calibrate: measure a machine on the ranks that were started, and describe it in a file.
 
 rates and ops     kernels.py    every rank at once, the median over ranks
+steps             steps.py      one rank alone, and every rank at once
 links             links.py      every collective by size, within a host and between
 storage           storage.py    the reader of training, every rank at once
 fits              fit.py        lines and curves, and how good they are
@@ -36,10 +37,12 @@ from mpiflow.calibration.links import (
     measure_links,
     measure_overlap,
 )
+from mpiflow.calibration.steps import fit_steps, measure_steps, reference_plans
 from mpiflow.calibration.storage import fit_storage, time_reads, write_rows
 from mpiflow.compiler.machine import Link, Machine, find_machine
 from mpiflow.compiler.machinefile import to_toml
 from mpiflow.exec.transport import Transport
+from mpiflow.plan.records import Plan
 from mpiflow.plan.text import size_text, time_text
 from mpiflow.version import __version__
 
@@ -83,16 +86,18 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
     rates = measure_rates(quick=options.quick)
     _meet(transport)
     calls = measure_ops(quick=options.quick)
+    plans = reference_plans(quick=options.quick)
+    steps = measure_steps(transport, plans)
     links = measure_links(transport, hosts, QUICK_SIZES if options.quick else SIZES)
     overlap = transport.size == 1 or measure_overlap(transport, hosts)
     reads = _measure_reads(transport, hosts, options)
-    mine = [base, rates.plain(), [call.seconds for call in calls], reads]
+    mine = [base, rates.plain(), [call.seconds for call in calls], reads, steps]
     gathered = transport.gather(json.dumps(mine).encode())
     reports: list[Report] = []
 
     def describe() -> None:
         ranks = [json.loads(data) for data in gathered or ()]
-        bases, theirs, seconds, points = zip(*ranks, strict=True)
+        bases, theirs, seconds, points, timed = zip(*ranks, strict=True)
         measured = _Measured(
             base=max(bases),
             rates=rates.over_ranks(theirs),
@@ -100,6 +105,9 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
             links=links,
             overlap=overlap,
             reads=[(n, statistics.median(t)) for (n, *t) in _columns(points)],
+            plans=plans,
+            alone=timed[0][0],
+            together=[max(each) for each in zip(*(own for _, own in timed), strict=True)],
         )
         reports.append(_report(measured, hosts, options))
 
@@ -155,6 +163,9 @@ class _Measured:
     links: Mapping[str, Sequence[Series]]
     overlap: bool
     reads: list[tuple[float, float]]
+    plans: Sequence[Plan]
+    alone: Sequence[float]
+    together: Sequence[float]
 
 
 def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Options) -> Report:
@@ -178,17 +189,32 @@ def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Option
         process_bytes=measured.base,
     )
     kernels, op_fit = fit_ops(bare, measured.calls)
-    machine = replace(bare, kernels=kernels)
+    machine, step_rows = _with_steps(replace(bare, kernels=kernels), measured, hosts)
     remarks = _remarks(hosts, levels, options)
     rows = (
         *_rate_rows(rates),
         Row("ops", f"{len(kernels)} of them, over {len(measured.calls)} kernels", op_fit),
+        *step_rows,
         *(row for level, (link, fits) in levels.items() for row in _link_rows(level, link, fits)),
         *_overlap_rows(levels, measured.overlap),
         Row("reading", _port_text(storage.latency, storage.bandwidth), storage.fit),
         Row("a rank's process", size_text(measured.base)),
     )
     return Report(machine, _file(machine, rows, remarks, options), rows, remarks)
+
+
+def _with_steps(
+    machine: Machine, measured: _Measured, hosts: Sequence[Sequence[int]]
+) -> tuple[Machine, list[Row]]:
+    """The machine with what steps take of one rank of a host, and of all."""
+    most = max(map(len, hosts))
+    factors, rows = {}, []
+    for ranks, seconds in ((1, measured.alone), (most, measured.together)):
+        if ranks not in factors:
+            factors[ranks], fit = fit_steps(machine, measured.plans, seconds)
+            what = f"steps of {ranks} rank{'s' * (ranks > 1)} of a host"
+            rows.append(Row(what, f"{factors[ranks]:.2f} times their kernels", fit))
+    return replace(machine, crowding=tuple(factors.items())), rows
 
 
 def _remarks(

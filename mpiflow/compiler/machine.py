@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from mpiflow.errors import UsageError
 
@@ -84,7 +86,8 @@ class Machine:
     `memory_bytes` where a device's memory is not known. A `hierarchical` collective reduces within
     the nodes first; otherwise a group on several nodes runs at the speed of the outer link.
     `overlap` says whether collectives progress while the rank computes, or only while it waits.
-    `kernels` has the ops that were measured, by name.
+    `kernels` has the ops that were measured, by name. `crowding` is how many times longer kernels
+    take in steps, by how many ranks are at work on a node.
     """
 
     name: str
@@ -104,6 +107,24 @@ class Machine:
     hierarchical: bool = False
     overlap: bool = True
     host_link: Link | None = None
+    crowding: tuple[tuple[int, float], ...] = ()
+
+    def with_ranks(self, ranks: int) -> Machine:
+        """The machine while so many ranks are at work: between counts that are known, in line."""
+        if not self.crowding:
+            return self
+        busy = min(ranks, self.devices_per_node or ranks)
+        counts, factors = zip(*sorted(self.crowding), strict=True)
+        by = float(np.interp(busy, counts, factors))
+        return replace(
+            self,
+            flops=tuple((dtype, rate / by) for dtype, rate in self.flops),
+            vector_flops=tuple((dtype, rate / by) for dtype, rate in self.vector_flops),
+            memory=self.memory / by,
+            launch=self.launch * by,
+            kernels={op: Kernel(k.seconds * by, k.factor) for op, k in self.kernels.items()},
+            crowding=(),
+        )
 
     def peak(self, dtype: str, unit: str = MATRIX) -> float:
         """Operations a second on a dtype; where it has no figure, those of the slowest."""

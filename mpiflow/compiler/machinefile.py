@@ -2,7 +2,7 @@
 
 name, nodes, devices_per_node, process_bytes
 [device]        memory_bytes, memory_bandwidth, launch_seconds, matrix_flops, vector_flops,
-                memory_curve, matrix_curves
+                kernels, crowding
 [links]         hierarchical, overlap
 [links.inner]   latency_seconds, bandwidth, call_seconds, [[collectives]]; [links.outer] alike
 [host_link]     latency_seconds, bandwidth; [storage] alike
@@ -31,7 +31,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _TOP = ("name", "nodes", "devices_per_node", "process_bytes", "device", "links", "host_link",
         "storage")  # fmt: skip
 _DEVICE = ("memory_bytes", "memory_bandwidth", "launch_seconds", "matrix_flops", "vector_flops",
-           "kernels")  # fmt: skip
+           "kernels", "crowding")  # fmt: skip
 _LINKS = ("inner", "outer", "hierarchical", "overlap")
 _LINK = ("latency_seconds", "bandwidth", "call_seconds", "collectives")
 _COLLECTIVE = ("kind", "members", "curve")
@@ -79,6 +79,7 @@ def parse(content: bytes, file: str) -> Machine:
         outer=_link(links.table("outer", _LINK)) if "outer" in links.values else inner,
         hierarchical=links.truth("hierarchical", default=False),
         overlap=links.truth("overlap", default=True),
+        crowding=_crowding(device),
         host_link=_port(top.table("host_link", _PORT)) if "host_link" in values else None,
         storage=storage.positive("bandwidth"),
         read_latency=storage.number("latency_seconds"),
@@ -125,6 +126,22 @@ def _kernels(device: Table) -> dict[str, Kernel]:
             raise table.wrong(op, value, "[seconds of a call, times the roofline]")
         kernels[op] = Kernel(*(table.checked(op, number) for number in value))
     return kernels
+
+
+def _crowding(device: Table) -> tuple[tuple[int, float], ...]:
+    if "crowding" not in device.values:
+        return ()
+    value = device.take("crowding")
+    pairs = value if isinstance(value, list) else []
+    if not pairs or not all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and pair[0] > 0
+        for pair in pairs
+    ):
+        raise device.wrong("crowding", value, "pairs [ranks on a node, times longer]")
+    found = tuple((ranks, device.checked("crowding", by)) for ranks, by in pairs)
+    if not all(by for _, by in found):
+        raise device.wrong("crowding", value, "above 0 for any number of ranks")
+    return found
 
 
 def _curve(table: Table, key: str) -> Curve:
@@ -178,6 +195,7 @@ def _device(machine: Machine) -> dict[str, Any]:
         "launch_seconds": machine.launch,
         "matrix_flops": dict(machine.flops),
         "vector_flops": dict(machine.vector_flops) or None,
+        "crowding": [list(pair) for pair in machine.crowding] or None,
     }
     return {key: value for key, value in values.items() if value is not None}
 

@@ -327,3 +327,22 @@ def test_columns_of_a_convolution_count_where_it_was_measured():
     ideal = ideal_seconds(machine, conv, (x, w), (y,), dtypes)
     assert ideal == pytest.approx((touched + 8 * columns) / 1e6)
     assert op_seconds(machine, conv, (x, w), (y,), dtypes) == pytest.approx(1e-6 + touched / 1e6)
+
+
+def test_kernels_take_longer_the_more_ranks_are_at_work():
+    kernels = {"MatMul": Kernel(2e-6, 1.5)}
+    machine = replace(find_machine("cpu"), crowding=((1, 0.8), (5, 1.2)), kernels=kernels)
+
+    def product(machine, n):
+        shape, dtypes = (n, n), ("float32",) * 3
+        return op_seconds(machine, MatMul(), (shape, shape), (shape,), dtypes)
+
+    for ranks, by in ((1, 0.8), (3, 1.0), (5, 1.2), (40, 1.2)):
+        busy = machine.with_ranks(ranks)
+        assert busy.launch == pytest.approx(machine.launch * by)
+        assert busy.memory == pytest.approx(machine.memory / by)
+        for n in (8, 256):
+            assert product(busy, n) == pytest.approx(by * product(machine, n))
+    nodes = replace(machine, devices_per_node=1)
+    assert nodes.with_ranks(40).launch == pytest.approx(machine.launch * 0.8)
+    assert find_machine("cpu").with_ranks(7) is find_machine("cpu")

@@ -1,0 +1,91 @@
+"""How much longer whole steps take than their kernels: alone, and with all ranks of a host at work.
+
+Kernels are timed while every rank is busy. A rank alone has the caches and the memory of the host
+to itself; ranks together wait for the slowest of them at the end of a step; and every step has work
+around its kernels. A factor on the seconds of all kernels stands for these.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from mpiflow.calibration.fit import Fit, fit_of
+from mpiflow.calibration.jobs import Reference, references
+from mpiflow.calibration.kernels import opened
+from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.cost import op_seconds
+from mpiflow.compiler.machine import Machine
+from mpiflow.exec.session import Session
+from mpiflow.exec.transport import Transport
+from mpiflow.graph.op import build_op
+from mpiflow.plan.records import Plan
+
+_WARM, _STEPS, _CALM = 3, 20, 5
+
+
+def reference_plans(*, quick: bool) -> list[Plan]:
+    """The plans whose steps are timed: one of each kind of model."""
+    kinds: dict[str, Reference] = {}
+    for job in references(quick=quick):
+        kinds.setdefault(job.name.partition("-")[0], job)
+    return [job.plan() for job in kinds.values()]
+
+
+def measure_steps(transport: Transport, plans: Sequence[Plan]) -> list[list[float]]:
+    """Collective. Seconds of a calm step of each plan: of rank 0 alone, then of all ranks together.
+
+    Others see zeros where rank 0 is alone; on one rank the two are the same.
+    """
+    alone = [0.0] * len(plans)
+    if transport.rank == 0:
+        alone = [_calm_step(plan, lambda: None) for plan in plans]
+    _meet(transport)
+    together = [_calm_step(plan, lambda: _meet(transport)) for plan in plans]
+    return [alone, together if transport.size > 1 else alone]
+
+
+def _meet(transport: Transport) -> None:
+    transport.barrier().wait(transport.check)
+
+
+def _calm_step(plan: Plan, meet: Callable[[], None]) -> float:
+    """The median of the calmest steps in a row; ranks `meet` after each."""
+    session: Session = opened(plan, _WARM + _STEPS)
+    seconds = []
+    for step in range(_WARM + _STEPS):
+        began = time.perf_counter()
+        session.run("train", step)
+        meet()
+        seconds.append(time.perf_counter() - began)
+    session.close()
+    seconds = seconds[_WARM:]
+    windows = [seconds[i : i + _CALM] for i in range(len(seconds) - _CALM + 1)]
+    return min(map(statistics.median, windows))
+
+
+def fit_steps(
+    machine: Machine, plans: Sequence[Plan], seconds: Sequence[float]
+) -> tuple[float, Fit]:
+    """The factor by which steps are longer than their kernels as this machine prices them."""
+    kernels = [_kernel_seconds(machine, plan) for plan in plans]
+    factor = statistics.median(s / k for s, k in zip(seconds, kernels, strict=True))
+    return factor, fit_of([factor * k for k in kernels], seconds)
+
+
+def _kernel_seconds(machine: Machine, plan: Plan) -> float:
+    program = plan.program("train")
+    assert program is not None
+    tensors, mesh = plan.tensors(program), plan.mesh
+    total = 0.0
+    for task in program.tasks:
+        if task.kind == "compute":
+            inputs, outputs = (
+                tuple(local_shape(tensors[n].shape, tensors[n].layout, mesh) for n in names)
+                for names in (task.inputs, task.outputs)
+            )
+            dtypes = tuple(tensors[n].dtype for n in (*task.inputs, *task.outputs))
+            op = build_op(task.op, task.attributes)
+            total += op_seconds(machine, op, inputs, outputs, dtypes)
+    return total
