@@ -120,10 +120,10 @@ __all__ = [
     "is_training", "keep", "l1", "layer_norm", "less", "less_equal", "log", "log_softmax",
     "logical_and", "logical_not", "logical_or", "masked_softmax", "matmul", "max_pool", "maximum",
     "mean", "mean_cross_entropy", "mean_pool", "minimum", "mse", "multiply", "nn", "normalise",
-    "not_equal", "one_hot", "op", "permute", "pick", "power", "reduce_max", "reduce_sum", "relu",
-    "reshape", "rms_norm", "rotary", "scale", "sigmoid", "silu", "softmax", "softplus", "split",
-    "sqrt", "square", "stack", "stage", "stop_gradient", "subtract", "tanh", "total", "unstack",
-    "weighted_mean", "where",
+    "not_equal", "one_hot", "op", "permute", "pick", "power", "recompute", "reduce_max",
+    "reduce_sum", "relu", "reshape", "rms_norm", "rotary", "scale", "sigmoid", "silu", "softmax",
+    "softplus", "split", "sqrt", "square", "stack", "stage", "stop_gradient", "subtract", "tanh",
+    "total", "unstack", "weighted_mean", "where",
 ]  # fmt: skip
 
 
@@ -138,6 +138,11 @@ def hint(x: Tensor, sbp: Hint) -> Tensor:
     x.graph.hints[x.name] = sbp
     x.graph.hint_lines[x.name] = x.graph.where
     return x
+
+
+def recompute() -> AbstractContextManager[None]:
+    """Let training compute what is made inside again, rather than keep it for the backward pass."""
+    return _current().recompute()
 
 
 def is_training() -> bool:

@@ -163,7 +163,14 @@ _VIRTUAL = _argument(
     "--virtual", type=int, metavar="N",
     help="pieces of the model on each stage, with --schedule interleaved",
 )  # fmt: skip
-_FORM = (_RANKS, _MESH, _MICRO, _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _CLUSTER)
+_RECOMPUTE = _argument(
+    "--recompute", metavar="LEVEL",
+    help="compute activations again in the backward pass instead of keeping them: none, selective"
+    " (what is cheap), full (layer by layer), auto (what --memory asks for, if that is fastest)",
+)  # fmt: skip
+_FORM = (
+    _RANKS, _MESH, _MICRO, _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _RECOMPUTE, _CLUSTER,
+)  # fmt: skip
 _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FILE (.plan)")
 _NAMES = _argument(
     "--names", default="", metavar="MAP",
@@ -192,7 +199,7 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _OPS,
                      _JSON)),
     (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO,
-                    _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _CLUSTER, _SET, _DATA, _OPS,
+                    _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _RECOMPUTE, _CLUSTER, _SET, _DATA, _OPS,
                     _argument("--out", metavar="FOLDER",
                               help="the run's folder (default: run/NAME)"),
                     _argument("--fresh", action="store_true",

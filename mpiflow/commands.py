@@ -121,6 +121,7 @@ def _compile(
         machine=machine,
         zero=options.zero,
         pipeline=pipeline_of(options.schedule, options.virtual),
+        recompute=options.recompute,
         memory=None if options.memory is None else parse_memory(options.memory),
         observe=observe,
     )
