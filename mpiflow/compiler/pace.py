@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from mpiflow.compiler.order import in_order, pulled
-from mpiflow.plan.records import COMPUTE, Program, Task
+from mpiflow.plan.records import COMPUTE, SEND, Program, Task
 
 _Extra = dict[str, str]
 """By task the one that it has to come after."""
@@ -36,10 +36,15 @@ def pace(program: Program, variables: Set[str]) -> Program:
 
 
 def of_variables(program: Program, variables: Set[str]) -> set[str]:
-    """The tasks that need nothing but variables, as they are before the step."""
+    """The tasks that need nothing but variables, as they are before the step; but no messages.
+
+    These are not for this stage to put off.
+    """
     given, found = set(variables), set()
     for task in program.tasks:
-        if task.inputs and given.issuperset(task.inputs) and variables.isdisjoint(task.outputs):
+        if task.kind == SEND or not task.inputs:
+            continue
+        if given.issuperset(task.inputs) and variables.isdisjoint(task.outputs):
             found.add(task.name)
             given.update(task.outputs)
     return found
