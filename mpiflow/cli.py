@@ -13,7 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NoReturn
 
-from mpiflow import calibrate_commands, commands, data_commands, weight_commands
+from mpiflow import (
+    calibrate_commands,
+    commands,
+    data_commands,
+    simulate_commands,
+    weight_commands,
+)
 from mpiflow.errors import MpiflowError, UsageError
 from mpiflow.version import __version__
 
@@ -192,10 +198,18 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.plan, (_argument("job", metavar="FILE.py[:function]"), *_FORM, _SET, _DATA,
                      _OUTPUT, _AFTER, _EXPLAIN, _REPORT, _JSON)),
     (commands.check, (_argument("plan", metavar="FILE.plan"), _OPS, _DATA, _JSON)),
-    (commands.simulate, (_argument("job", metavar="FILE.plan|FILE.py"), *_FORM, _SET, _DATA,
-                         _OPS,
-                         _argument("--program", default="train", help="train, evaluate, ..."),
-                         _argument("--steps", type=int, default=3, metavar="N"), _JSON)),
+    (simulate_commands.simulate, (
+        _argument("job", metavar="FILE.plan|FILE.py"), *_FORM, _SET, _DATA, _OPS,
+        _argument("--program", default="train", help="train, evaluate, ..."),
+        _argument("--steps", type=int, default=3, metavar="N"),
+        _argument("--nodes", action="append", default=[], metavar="N,N,...",
+                  help="compile the job for each number of nodes: where does scaling end?"),
+        _argument("--straggler", metavar="FACTOR@RANK",
+                  help="a rank that computes so many times slower, or a stage: 1.3@stage=2"),
+        _argument("--factor", action="append", default=[], metavar="STREAM=FACTOR",
+                  help="multiply the seconds of a stream, or of its kind: comm=2, comm.data=0.5"),
+        _argument("--trace", metavar="FILE.json", help="write what ran when, for Perfetto"),
+        _JSON)),
     (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _OPS,
                      _JSON)),
     (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO,

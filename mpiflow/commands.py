@@ -42,7 +42,7 @@ def plan(options: Namespace) -> None:
         if step == "signatures" and options.explain:
             placed[program] = result
 
-    made = _compile(options, keep)
+    made = compile_plan(options, keep)
     seconds = time.perf_counter() - began
     if options.output:
         store.save(made, options.output)
@@ -97,13 +97,14 @@ def _plan_after(options: Namespace) -> None:
         if step == options.after:
             print(f"-- after {step}: program {program}\n{show_result(result)}\n")
 
-    _compile(options, observe)
+    compile_plan(options, observe)
 
 
-def _compile(
+def compile_plan(
     options: Namespace,
     observe: Callable[[str, str, Any], None] = lambda step, program, result: None,
 ) -> Plan:
+    """The plan of a job file, by the options that say what it is for."""
     from mpiflow.compiler.machine import find_machine
     from mpiflow.jobfile import load_job
     from mpiflow.planning import choose_mesh, make_plan, parse_memory, pipeline_of
@@ -133,7 +134,7 @@ def check(options: Namespace) -> None:
     from mpiflow.plan import text
     from mpiflow.weights import check_first
 
-    made = _load(options.plan, options.ops)
+    made = load_plan(options.plan, options.ops)
     for data in made.data:
         check_files(data, Path(options.data))
     if made.first.path:
@@ -149,42 +150,11 @@ def check(options: Namespace) -> None:
     print(f"data as planned: {rows}")
 
 
-def simulate(options: Namespace) -> None:
-    """Show when each task of a plan would run, by its own rules and prices.
-
-    Takes a plan, or a job file and the options of `mpiflow plan`.
-    """
-    from mpiflow.plan import text
-    from mpiflow.plan.simulator import simulate as run_simulation
-
-    began = time.perf_counter()
-    made = _plan_or_job(options)
-    compiled = time.perf_counter() - began
-    if made.program(options.program) is None:
-        known = ", ".join(program.name for program in made.programs)
-        raise UsageError(f"--program {options.program}: the plan has {known}")
-    if options.steps < 1:
-        raise UsageError(f"--steps must be at least 1, not {options.steps}")
-    result = run_simulation(made, options.program, options.steps)
-    if options.json:
-        options.answer = {
-            **text.summary(made),
-            "compile_seconds": round(compiled, 3),
-            "program": options.program,
-            "step_seconds": result.step_seconds,
-            "first_step_seconds": result.first_step_seconds,
-            "busy": dict(result.busy),
-            "exposed": dict(result.exposed),
-        }
-        return
-    print(text.timeline(result))
-
-
 def diff(options: Namespace) -> int:
     """Say how two plans differ; exit code 1 if they do."""
     from mpiflow.plan.compare import compare
 
-    found = compare(_load(options.a, options.ops), _load(options.b, options.ops))
+    found = compare(load_plan(options.a, options.ops), load_plan(options.b, options.ops))
     if options.json:
         options.answer = found.plain() if found else {"equal": True, "differences": []}
     else:
@@ -192,7 +162,8 @@ def diff(options: Namespace) -> int:
     return 1 if found else 0
 
 
-def _load(path: str, ops: Sequence[str] = ()) -> Plan:
+def load_plan(path: str, ops: Sequence[str] = ()) -> Plan:
+    """A plan from its file, proven again; `ops` are files of ops that it uses."""
     from mpiflow.jobfile import load_ops
     from mpiflow.plan import store
     from mpiflow.plan.verify import verify
@@ -211,21 +182,14 @@ def _load(path: str, ops: Sequence[str] = ()) -> Plan:
     return made
 
 
-def _plan_or_job(options: Namespace) -> Plan:
-    _refuse_ops_beside_job(options)
-    if not options.job.endswith(".plan"):
-        return _compile(options)
-    _refuse_beside_plan(options, "ranks", *_FORM)
-    return _load(options.job, options.ops)
-
-
-_FORM = (
+FORM = (
     "cluster", "memory", "mesh", "micro_batches", "schedule", "set", "virtual", "zero",
 )  # fmt: skip
 """The options that make a plan what it is."""
 
 
-def _refuse_beside_plan(options: Namespace, *names: str) -> None:
+def refuse_beside_plan(options: Namespace, *names: str) -> None:
+    """UsageError where an option of these was given, which changes a plan, beside one."""
     for name in names:
         if getattr(options, name, None):
             raise UsageError(
@@ -234,7 +198,8 @@ def _refuse_beside_plan(options: Namespace, *names: str) -> None:
             )
 
 
-def _refuse_ops_beside_job(options: Namespace) -> None:
+def refuse_ops_beside_job(options: Namespace) -> None:
+    """UsageError for --ops with a job file."""
     if options.ops and not options.job.endswith(".plan"):
         raise UsageError(
             f"--ops {options.ops[0]} goes with a plan; {options.job} imports the ops that it uses"
@@ -251,8 +216,8 @@ def run(options: Namespace) -> int:
     from the newest complete checkpoint in the run's folder, unless --fresh.
     """
     if options.job.endswith(".plan"):
-        _refuse_beside_plan(options, *_FORM)
-    _refuse_ops_beside_job(options)
+        refuse_beside_plan(options, *FORM)
+    refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")
     from mpiflow.exec.failure import guard
@@ -295,12 +260,12 @@ def _plan_text(options: Namespace, ranks: int) -> str:
     from mpiflow.plan import store
 
     if options.job.endswith(".plan"):
-        made = _load(options.job, options.ops)
+        made = load_plan(options.job, options.ops)
     else:
         options.ranks = ranks
         if options.mesh and (size := parse_mesh(options.mesh).size) != ranks:
             raise UsageError(f"--mesh {options.mesh} is for {size} ranks, {ranks} were started")
-        made = _compile(options)
+        made = compile_plan(options)
     return store.dumps(made).decode()
 
 

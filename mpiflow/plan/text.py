@@ -1,15 +1,15 @@
-"""Plans for people: `show` prints one, `summary` is its figures, `timeline` draws a simulation."""
+"""Plans for people: `show` prints one, `summary` is its figures."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import floor, prod
+from math import prod
 from typing import Any
 
 from mpiflow.graph.sbp import layout_text
 from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Task
-from mpiflow.plan.simulator import Simulation, simulate
+from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.store import canonical, content_digest, program_digest
 from mpiflow.plan.traffic import most_sent
@@ -281,34 +281,3 @@ def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> list[str]
         ).rstrip()
         for line in lines
     ]  # fmt: skip
-
-
-def timeline(simulation: Simulation, width: int = 72) -> str:
-    """One step drawn as a line for each stream: the last digit of the step at work, `.` idle.
-
-    It is the one in the middle, so that reads ahead for later steps can be seen: simulate a few
-    steps more than the reads have slots.
-    """
-    shown = (len(simulation.ends) - 1) // 2
-    begin, end = simulation.ends[shown - 1] if shown else 0.0, simulation.ends[shown]
-    busy = dict(simulation.busy)
-    step = simulation.step_seconds or 1.0
-    names = max(map(len, busy), default=0)
-    lines = [
-        f"program {simulation.program}, step {shown}: {time_text(end - begin)}; "
-        f"later steps {time_text(simulation.step_seconds)}",
-    ]
-    drawn = {stream: ["."] * width for stream in busy}
-    for step in range(len(simulation.ends)) if end > begin else ():
-        for event in simulation.record.events(step):
-            if event.stop > begin and event.start < end:
-                scale = width / (end - begin)
-                first = max(0, floor((event.start - begin) * scale + 1e-9))
-                last = min(width, max(first + 1, floor((event.stop - begin) * scale + 1e-9)))
-                drawn[event.stream][first:last] = str(event.step % 10) * (last - first)
-    for stream, cells in drawn.items():
-        share = f"{busy[stream] / step:4.0%} busy, {time_text(busy[stream])}"
-        lines.append(f"  {stream:<{names}} |{''.join(cells)}| {share}")
-    waits = [f"{time_text(seconds)} for {kind}" for kind, seconds in simulation.exposed if seconds]
-    lines.append(f"  compute waits {', '.join(waits) or 'for nothing'}")
-    return "\n".join(lines) + "\n"

@@ -122,10 +122,9 @@ def test_simulate_takes_a_cluster(call):
     assert seconds[1] > 10 * seconds[0]
 
 
-@pytest.mark.parametrize("command", ["simulate", "run"])
-def test_beside_a_plan_a_cluster_cannot_be_meant(call, command):
+def test_beside_a_plan_that_runs_a_cluster_cannot_be_meant(call):
     assert call("plan", DECLARED, "--ranks", 2, "-o", "two.plan")[0] == 0
-    code, _, err = call(command, "two.plan", "--cluster", "h100")
+    code, _, err = call("run", "two.plan", "--cluster", "h100")
     assert code == 2
     assert "--cluster changes a plan, and two.plan is one already" in err
 

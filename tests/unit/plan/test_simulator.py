@@ -9,7 +9,7 @@ from random_plans import random_plan
 from mpiflow.errors import PlanError, VerifyError
 from mpiflow.plan.records import Output
 from mpiflow.plan.simulator import simulate
-from mpiflow.plan.text import timeline
+from mpiflow.plan.timeline import timeline
 
 
 def test_a_chain_takes_the_sum_of_its_tasks():
