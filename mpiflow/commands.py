@@ -183,7 +183,7 @@ def load_plan(path: str, ops: Sequence[str] = ()) -> Plan:
 
 
 FORM = (
-    "cluster", "memory", "mesh", "micro_batches", "schedule", "set", "virtual", "zero",
+    "cluster", "memory", "mesh", "micro_batches", "recompute", "schedule", "set", "virtual", "zero",
 )  # fmt: skip
 """The options that make a plan what it is."""
 
