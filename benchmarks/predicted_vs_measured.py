@@ -2,13 +2,15 @@
 
     python benchmarks/predicted_vs_measured.py [--cluster FILE.toml] [--quick] [--steps N]
                                                [--ranks 1,2] [--cpu] [NAME ...]
+    python benchmarks/predicted_vs_measured.py --layouts NAME [--cluster FILE.toml] ...
 
 Calibrates on as many ranks as the largest number given, unless --cluster names a machine file;
 then runs training steps of each job on each number of ranks, without saving or evaluating, and
 compares them with the plan's prediction. `median` is over all steps but the first ones, `calm`
 that of the calmest five steps in a row, which other load on the machine disturbs least; errors are
-those of `calm`. On a busy machine --cpu counts the seconds that the main thread was at work, which
-says how good the prices of kernels are; what ranks wait for is not in it.
+those of `calm`. With --layouts, one job runs on two ranks in five layouts, to compare their order
+by predicted and by measured time. On a busy machine --cpu counts the seconds that the main thread
+was at work, which says how good the prices of kernels are; what ranks wait for is not in it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,18 +35,28 @@ JOBS = {
     "alexnet": ("images.py", "batch=64"),
     "bert": ("bert.py", "batch=32"),
     "faces": ("faces.py", "batch=32"),
+    "gpt": ("gpt.py", "batch=32"),
 }
 
+LAYOUTS = {
+    "data=2": ("data=2", 1, None),
+    "data=2 --zero 3": ("data=2", 1, 3),
+    "model=2": ("model=2", 1, None),
+    "stage=2, 1 micro-batch": ("stage=2", 1, None),
+    "stage=2, 4 micro-batches": ("stage=2", 4, None),
+}
+"""Mesh, micro-batches, ZeRO."""
 
-def train(name: str, data: Path, cluster: str, steps: int, cpu: bool) -> None:
+
+def train(name: str, layout: str, data: Path, cluster: str, steps: int, cpu: bool) -> None:
     """One rank of a job; rank 0 prints the predicted and the measured seconds as JSON."""
     from mpiflow.compiler.machine import find_machine
     from mpiflow.exec.failure import guard
     from mpiflow.exec.launch import connect
     from mpiflow.exec.session import Session
-    from mpiflow.io.dataset import open_reader
     from mpiflow.jobfile import load_job
     from mpiflow.planning import choose_mesh, make_plan
+    from mpiflow.train import open_readers
 
     file, *settings = JOBS[name]
     transport = connect()
@@ -51,13 +64,11 @@ def train(name: str, data: Path, cluster: str, steps: int, cpu: bool) -> None:
         job, folder = load_job(str(ROOT / "examples" / file), settings)
         # Rank 0 first: it may have data to generate.
         transport.on_root(lambda: job.train.make and job.train.make(data))
-        mesh = choose_mesh(transport.size, None)
-        plan = make_plan(job, folder, mesh, data, machine=find_machine(cluster))
-        program = plan.program("train")
-        read = next(task for task in program.tasks if task.kind == "read")
-        field = plan.tensors(program)[read.outputs[0]]
-        rows = plan.slice(transport.rank, program).box(field)[0]
-        session = Session(plan, transport, {"train": open_reader(plan.data[0], data, rows=rows)})
+        axes, micro_batches, zero = LAYOUTS.get(layout, (None, 1, None))
+        mesh = choose_mesh(transport.size, axes)
+        job = replace(job, evaluate=None, micro_batches=micro_batches)
+        plan = make_plan(job, folder, mesh, data, machine=find_machine(cluster), zero=zero)
+        session = Session(plan, transport, open_readers(plan, transport.rank, data))
         session.run("initialise")
         session.expect("train", range(steps))
         clock, seconds = time.thread_time if cpu else time.perf_counter, []
@@ -68,7 +79,7 @@ def train(name: str, data: Path, cluster: str, steps: int, cpu: bool) -> None:
         session.close()
         transport.barrier().wait()
         if transport.rank == 0:
-            print(json.dumps([program.seconds, seconds]))
+            print(json.dumps([plan.program("train").seconds, seconds]))
 
 
 def mpiexec(ranks: int, *arguments: object) -> str:
@@ -87,9 +98,11 @@ def mpiexec(ranks: int, *arguments: object) -> str:
     return done.stdout
 
 
-def compare(name: str, ranks: int, *arguments: object) -> tuple[float, float, float]:
+def compare(
+    name: str, ranks: int, *arguments: object, layout: str = ""
+) -> tuple[float, float, float]:
     """Predicted seconds of a step, the median, and that of the calmest steps."""
-    output = mpiexec(ranks, __file__, "--train", name, *arguments)
+    output = mpiexec(ranks, __file__, "--train", name, layout, *arguments)
     predicted, seconds = json.loads(output.splitlines()[-1])
     seconds = seconds[WARM:]
     windows = [seconds[i : i + CALM] for i in range(len(seconds) - CALM + 1)]
@@ -109,6 +122,17 @@ def report(names: list[str], counts: list[int], *arguments: object) -> None:
     print(f"median error {statistics.median(sizes):.0f} %, largest {max(sizes):.0f} %")
 
 
+def report_layouts(name: str, *arguments: object) -> None:
+    """The layouts of a job by predicted time, and whether measured times have that order."""
+    found = {layout: compare(name, 2, *arguments, layout=layout) for layout in LAYOUTS}
+    print(f"{name:26} predicted     median       calm")
+    predicted = sorted(found, key=lambda layout: found[layout][0])
+    for layout in predicted:
+        print(f"{layout:24}" + "".join(f"{1e3 * seconds:8.2f} ms" for seconds in found[layout]))
+    measured = sorted(found, key=lambda layout: found[layout][2])
+    print("the same order" if measured == predicted else f"measured order: {measured}")
+
+
 def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -119,11 +143,12 @@ def main() -> None:
     options.add_argument("--ranks", default="1,2")
     options.add_argument("--cpu", action="store_true")
     options.add_argument("names", nargs="*", default=list(JOBS), metavar="NAME")
-    options.add_argument("--train", nargs=5, help=argparse.SUPPRESS)
+    options.add_argument("--layouts", metavar="NAME")
+    options.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.train:
-        name, data, cluster, steps, cpu = given.train
-        train(name, Path(data), cluster, int(steps), cpu == "True")
+        name, layout, data, cluster, steps, cpu = given.train
+        train(name, layout, Path(data), cluster, int(steps), cpu == "True")
         return
     counts = [int(part) for part in given.ranks.split(",")]
     with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +159,11 @@ def main() -> None:
         if given.cluster is None:
             quick = ["--quick"] * given.quick
             mpiexec(max(counts), "-m", "mpiflow", "calibrate", "-o", cluster, *quick)
-        report(given.names, counts, data, cluster, given.steps + WARM, given.cpu)
+        more = data, cluster, given.steps + WARM, given.cpu
+        if given.layouts:
+            report_layouts(given.layouts, *more)
+        else:
+            report(given.names, counts, *more)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _train(
     plan: Plan, transport: Transport, failure: Failure, options: Options, start: runfolder.Start
 ) -> int:
     failure.use_folder(options.out)
-    readers = _open_readers(plan, transport.rank, options.data)
+    readers = open_readers(plan, transport.rank, options.data)
     session = Session(plan, transport, readers, start_thread=failure.start_thread)
     loop = _Loop(plan, transport, session, options, start)
     with _signals(loop):
@@ -90,7 +90,8 @@ def _nothing_to_train(step: int, plan: Plan, options: Options) -> str:
     )
 
 
-def _open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
+def open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
+    """A reader of each data set, for the rows that a rank reads of it."""
     number, place = plan.mesh.stage_of(rank)
     stage = plan.at_stage(number)
     readers: dict[str, DatasetReader] = {}
