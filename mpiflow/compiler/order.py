@@ -20,7 +20,7 @@ def needs_in_order(program: Program) -> dict[str, tuple[str, ...]]:
     lists: dict[tuple[int, int], list[Task]] = {}
     for task in program.tasks:
         if task.kind in (SEND, RECEIVE):
-            lists.setdefault(_part(task), []).append(task)
+            lists.setdefault(part_of(task), []).append(task)
     for messages in lists.values():
         messages.sort(key=lambda task: task.attributes["message"])
         for first, second in pairwise(messages):
@@ -41,7 +41,7 @@ def in_order(program: Program) -> Program:
         missing.append(len(needs))
         for name in needs:
             followers[index[name]].append(i)
-    ready = [(*_part(task), i) for i, task in enumerate(tasks) if not missing[i]]
+    ready = [(*part_of(task), i) for i, task in enumerate(tasks) if not missing[i]]
     heapify(ready)
     ordered: list[Task] = []
     while ready:
@@ -50,12 +50,13 @@ def in_order(program: Program) -> Program:
         for follower in followers[i]:
             missing[follower] -= 1
             if not missing[follower]:
-                heappush(ready, (*_part(tasks[follower]), follower))
+                heappush(ready, (*part_of(tasks[follower]), follower))
     assert len(ordered) == len(tasks), f"the tasks of {program.name} make a circle"
-    return replace(program, tasks=tuple(sorted(ordered, key=_part)))
+    return replace(program, tasks=tuple(sorted(ordered, key=part_of)))
 
 
-def _part(task: Task) -> tuple[int, int]:
+def part_of(task: Task) -> tuple[int, int]:
+    """Which part of a step a task belongs to: its phase, and its segment there."""
     return task.phase, task.segment
 
 
@@ -84,5 +85,5 @@ def pulled(program: Program) -> Program:
     for name in reversed(rank):
         for need in needs[name]:
             place[need] = min(place[need], place[name])
-    tasks = sorted(program.tasks, key=lambda t: (t.phase, place[t.name], rank[t.name]))
+    tasks = sorted(program.tasks, key=lambda t: (*part_of(t), place[t.name], rank[t.name]))
     return replace(program, tasks=tuple(tasks))

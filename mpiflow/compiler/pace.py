@@ -21,7 +21,7 @@ from collections.abc import Set
 from dataclasses import replace
 from itertools import pairwise
 
-from mpiflow.compiler.order import in_order, pulled
+from mpiflow.compiler.order import in_order, part_of, pulled
 from mpiflow.plan.records import COMPUTE, SEND, Program, Task
 
 _Extra = dict[str, str]
@@ -81,7 +81,7 @@ def _put_off(program: Program, stored: set[str]) -> _Extra:
     return {
         task.name: tasks[waits[task.name]].name
         for task in tasks
-        if waits.get(task.name, -1) >= 0 and tasks[waits[task.name]].phase == task.phase
+        if waits.get(task.name, -1) >= 0 and part_of(tasks[waits[task.name]]) == part_of(task)
     }
 
 
@@ -123,18 +123,18 @@ def _waits(program: Program, variables: Set[str]) -> _Extra:
         if task.stream == COMPUTE:
             readers.update(dict.fromkeys(task.inputs, i))
     computed = [i for i, task in enumerate(tasks) if task.stream == COMPUTE]
-    streams: dict[tuple[str, int], list[Task]] = {}
+    streams: dict[tuple[str, int, int], list[Task]] = {}
     for task in tasks:
         updates = task.op == "all_gather" and not variables.isdisjoint(task.outputs)
         if task.op == "reduce_scatter" or updates:
-            streams.setdefault((task.stream, task.phase), []).append(task)
+            streams.setdefault((task.stream, *part_of(task)), []).append(task)
     extra: _Extra = {}
     for messages in streams.values():
         for message, second in pairwise(sorted(messages, key=lambda t: ready[t.name])):
             at = bisect_right(computed, ready[second.name])
             following = computed[at] if at < len(computed) else -1
             needed = min(readers.get(name, len(tasks)) for name in message.outputs)
-            if 0 <= following < needed and tasks[following].phase == message.phase:
+            if 0 <= following < needed and part_of(tasks[following]) == part_of(message):
                 extra[tasks[following].name] = message.name
     return extra
 
