@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from mpiflow.errors import UsageError
 from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.sbp import B
-from mpiflow.plan.records import READ, RECEIVE, SEND, Program, Register, Task
+from mpiflow.plan.records import COMPUTE, READ, RECEIVE, Program, Register, Task
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
@@ -139,7 +139,8 @@ def with_slots(program: Program) -> Program:
     """With as many slots for each register of the last loop as micro-batches need it at once.
 
     What comes from another stage has one more, so that it can come while the one before is used;
-    so has what leaves, where there would be one.
+    so has what leaves, or what a collective takes that no kernel of its segment waits for, where
+    there would be one.
     """
     if not program.sequence:
         return program
@@ -153,7 +154,8 @@ def with_slots(program: Program) -> Program:
             for name in (*task.inputs, *task.outputs):
                 if name in registers and name not in others and registers[name].layout[0] != B:
                     groups.setdefault(_root(registers, name), []).append(task)
-    slots = {name: _slots(program, tasks) for name, tasks in groups.items()}
+    late = _unawaited(program, loop)
+    slots = {name: _slots(program, tasks, late) for name, tasks in groups.items()}
     return replace(
         program,
         registers=tuple(
@@ -164,12 +166,23 @@ def with_slots(program: Program) -> Program:
     )  # fmt: skip
 
 
-def _slots(program: Program, tasks: list[Task]) -> int:
+def _unawaited(program: Program, loop: int) -> set[str]:
+    """The tasks of a loop that no kernel of their own segment waits for."""
+    needs, tasks = program.needs(), [task for task in program.tasks if task.phase == loop]
+    segments = {task.name: task.segment for task in tasks}
+    awaited: set[str] = set()
+    for task in reversed(tasks):
+        if task.stream == COMPUTE or task.name in awaited:
+            awaited.update(n for n in needs[task.name] if segments.get(n) == task.segment)
+    return {task.name for task in tasks if task.stream != COMPUTE and task.name not in awaited}
+
+
+def _slots(program: Program, tasks: list[Task], late: set[str]) -> int:
     """The slots of what these tasks make and use."""
-    kinds = {task.kind for task in tasks}
     segments = [task.segment for task in tasks]
     count = in_flight(program.sequence, min(segments), max(segments))
-    if RECEIVE in kinds or (SEND in kinds and count == 1):
+    received = any(task.kind == RECEIVE for task in tasks)
+    if received or (count == 1 and any(task.name in late for task in tasks)):
         count += 1
     return min(count, program.micro_batches)
 
