@@ -229,12 +229,15 @@ class _Walk:
                 self._start(queue[0])
 
     def _start(self, task: Task) -> None:
+        """Start a task as soon as what it needs is done, unless a send has had to do so by then."""
         for name in self.needs[task.name]:
             self._complete(name)
         running = self.started[task.stream]
         for earlier, _ in list(running):
             if task.kind == "collective" and self._touch(earlier, task):
                 self._wait_up_to(earlier)
+        if task not in self.queues[task.stream]:
+            return
         self.queues[task.stream].remove(task)
         exchange = self._bound(task)
         running.append((task, exchange))
