@@ -85,12 +85,12 @@ def compile_for(
     return compile_job(job, data, target, **more)
 
 
-def compile_arrays(mesh, job, arrays, zero=0):
+def compile_arrays(mesh, job, arrays, zero=0, pipeline=ONE_FORWARD_ONE_BACKWARD):
     """The plan of a job, without its evaluations, that trains on the rows of these arrays."""
     fields = tuple(Field(name, a.shape[1:], a.dtype.name) for name, a in arrays.items())
     rows = len(next(iter(arrays.values())))
     train = DataSet("train", "rows-*.h5", fields, (), rows, job.train.batch, False, 0, 4, 4, "")
-    target = Target(parse_mesh(mesh), find_machine("cpu"), zero=zero)
+    target = Target(parse_mesh(mesh), find_machine("cpu"), zero=zero, pipeline=pipeline)
     return compile_job(replace(job, evaluate=None), {"train": train}, target)
 
 

@@ -1,51 +1,138 @@
-"""Pipeline stages give the losses of one rank, whatever their number and their schedule."""
+"""Pipeline stages do what one rank does, in the memory and with the bytes that the plan says."""
 
-from dataclasses import replace
+import tracemalloc
 
+import numpy as np
 import pytest
-from jobs import classifier, compile_for, evaluate, on_ranks, train
+from jobs import MemoryReader, compile_arrays, on_ranks
+from micro_jobs import arrays, job
+from pipeline_jobs import (
+    BATCH,
+    Case,
+    branches,
+    layers,
+    of_stages,
+    plan_of,
+    predicted,
+    ran,
+    tied,
+    weighted,
+)
 
 import mpiflow as mf
+from mpiflow import nn
 from mpiflow.compiler.pipeline import Pipeline
+from mpiflow.compiler.scaling import SCALE
 
-STEPS = 4
-
-
-def pipelined(mesh, micro_batches, schedule="1f1b", virtual=1):
-    job = classifier(hidden="B", optimizer=mf.Adam(lr=0.01, clip=1.0))
-    job = replace(job, micro_batches=micro_batches)
-    return compile_for(mesh, job, pipeline=Pipeline(schedule, virtual))
-
-
-def work(session):
-    steps = train(session, STEPS)
-    return [step["loss"] for step in steps], [outputs for _, outputs in evaluate(session)]
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return on_ranks(pipelined("data=1", 1), work)[0]
-
-
-@pytest.mark.parametrize(
-    ("mesh", "micro_batches", "schedule", "virtual"),
-    [
-        ("stage=2", 1, "1f1b", 1),
-        ("stage=2", 4, "1f1b", 1),
-        ("stage=4", 16, "1f1b", 1),
-        ("stage=2,data=2", 4, "1f1b", 1),
-        ("stage=2,model=2", 2, "1f1b", 1),
-        ("data=2,stage=2", 4, "1f1b", 1),
-        ("stage=2,data=3", 2, "zero-bubble", 1),
-        ("stage=3", 8, "zero-bubble", 1),
-        ("stage=2", 8, "gpipe", 1),
-        ("stage=2", 4, "interleaved", 2),
-        ("stage=3", 1, "1f1b", 1),
-    ],
+CASES = [
+    Case(layers, "stage=2", 1, optimizer="lamb", dtype="float32"),
+    Case(layers, "stage=6", 12, optimizer="sgd"),
+    Case(layers, "stage=2,data=2", 4, "gpipe", zero=1),
+    Case(layers, "stage=3,model=2", 6, "zero-bubble", optimizer="lamb", forced=255),
+    Case(layers, "stage=2,data=2", 4, "zero-bubble", zero=2, dtype="float32", precision="float16"),
+    Case(tied, "stage=2,data=2", 2, "gpipe", zero=3),
+    Case(tied, "data=3,stage=2", 1, forced=7),
+    Case(tied, "data=3,stage=2", 4, "interleaved", 3, zero=1, optimizer="sgd", forced=280),
+    Case(tied, "stage=4", 3, optimizer="lamb"),
+    Case(branches, "stage=2,data=2,model=2", 8, optimizer="sgd"),
+    Case(branches, "stage=2", 4, "zero-bubble", zero=3, optimizer="lamb"),
+    Case(branches, "stage=2,data=3", 4, "interleaved", 2, zero=2),
+    Case(branches, "stage=5", 1, zero=2, optimizer="lamb", dtype="float32", precision="float16"),
+    Case(weighted, "stage=4", 3, zero=3, dtype="float32", precision="float16"),
+    Case(weighted, "model=2,stage=2", 6, "gpipe", optimizer="sgd"),
+    Case(weighted, "stage=5", 1, zero=3, optimizer="sgd", dtype="float32", precision="float16", forced=337),
+]
+"""Every schedule, every level of ZeRO; each of `forced` is one that a fault was found with."""
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.ranks(c.ranks), id=str(c)) for c in CASES]
 )
-def test_stages_train_as_one_rank_does(alone, mesh, micro_batches, schedule, virtual):
-    losses, metrics = alone
-    for found, evaluated in on_ranks(pipelined(mesh, micro_batches, schedule, virtual), work):
-        assert found == pytest.approx(losses, rel=1e-6)
-        for ours, theirs in zip(evaluated, metrics, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@every_case
+def test_outputs_are_those_of_one_rank(case):
+    (alone,), found = ran(case.alone), ran(case)
+    tolerance = 2e-2 if case.precision == "float16" else 1e-9 if case.dtype == "float64" else 1e-5
+    for rank in found:
+        assert (rank.outputs, rank.evaluated) == (found[0].outputs, found[0].evaluated)
+    for ours, theirs in zip(found[0].outputs, alone.outputs, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+    for (rows, ours), (expected, theirs) in zip(found[0].evaluated, alone.evaluated, strict=True):
+        assert rows == expected
+        assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@every_case
+def test_memory_and_traffic_of_each_stage_are_predicted_exactly(case):
+    for stage, found in of_stages(plan_of(case), ran(case)):
+        arena, sent = predicted(stage)
+        assert max(rank.peak for rank in found) == arena
+        assert {max(step) for step in zip(*(rank.sent for rank in found), strict=True)} == {sent}
+
+
+@pytest.mark.ranks(4)
+def test_an_infinity_in_one_micro_batch_skips_the_step_on_all_stages():
+    def build(batch):
+        x = mf.tanh(nn.Dense(4, name="in")(mf.cast(batch["x"], "float32")))
+        weight = mf.reshape(mf.cast(batch["weight"], "float32"), (-1, 1))
+        x = nn.Dense(3, name="out")(mf.tanh(nn.Dense(4, name="middle")(x)))
+        return {"loss": mf.mean(mf.square(x) * weight)}
+
+    rows = {name: array.copy() for name, array in arrays(BATCH).items()}
+    rows["weight"][3 * BATCH + 16] = np.inf  # in the third micro-batch of the fourth step
+    made = job(build, BATCH, 4, mf.Adam(lr=0.01, clip=1.0), precision="float16")
+    plan = compile_arrays("stage=2,data=2", made, rows)
+
+    def work(session):
+        found = []
+        session.expect("train", range(6))
+        for step in range(6):
+            before = {n: v.copy() for n, v in session.variables.items() if n.endswith(".weight")}
+            outputs = session.run("train", step)
+            same = {np.array_equal(session.variables[n], v) for n, v in before.items()}
+            found.append((outputs["skipped"], same, outputs[SCALE]))
+        return found
+
+    for found in on_ranks(plan, work, {"train": MemoryReader(rows, BATCH)}):
+        assert [skipped for skipped, _, _ in found] == [0, 0, 0, 1, 0, 0]
+        assert [same for _, same, _ in found] == [{step == 3} for step in range(6)]
+        assert [scale for _, _, scale in found] == [2.0**16] * 4 + [2.0**15] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_steady_steps_of_stages_allocate_no_array(schedule):
+    """Of activations of 64 KB each."""
+
+    def build(batch):
+        x = mf.cast(batch["x"], "float32")
+        for i in range(4):
+            x = mf.tanh(nn.Dense(128, name=f"layer{i}")(x))
+        return {"loss": mf.mean(mf.square(nn.Dense(1, name="out")(x)))}
+
+    made, rows = job(build, 512, 4), arrays(512, 2)
+    plan = compile_arrays("stage=2", made, rows, pipeline=Pipeline(schedule))
+    window, warm = 10, 20
+
+    def work(session):
+        """Bytes that are kept after some steps, and the most that were in use, by window."""
+        session.expect("train", range(warm + 3 * window))
+        for step in range(warm):
+            session.run("train", step)
+        found = []
+        for first in range(warm, warm + 3 * window, window):
+            begin = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            for step in range(first, first + window):
+                session.run("train", step)
+            now, peak = tracemalloc.get_traced_memory()
+            found.append((now - begin, peak - begin))
+        return found
+
+    tracemalloc.start()
+    try:
+        for found in on_ranks(plan, work, {"train": MemoryReader(rows, 512)}):
+            grown, peaks = zip(*found, strict=True)
+            assert min(grown) < 100 * window
+            assert min(peaks) < 50_000
+    finally:
+        tracemalloc.stop()
