@@ -12,6 +12,7 @@ from mpiflow.compiler.budget import Held, budget
 from mpiflow.compiler.domains import Domains
 from mpiflow.compiler.fit import Intervals, TooLarge
 from mpiflow.compiler.microbatch import divide
+from mpiflow.compiler.recompute import NONE, SELECTIVE
 from mpiflow.compiler.signature import pose
 from mpiflow.compiler.zero import split_variables
 from mpiflow.errors import CompileError, MpiflowError
@@ -43,6 +44,8 @@ def does_not_fit(
     help_ = [*_micro_batches(target, job, graph), *_ranks(target, job, graph)]
     if target.zero in (0, 1, 2):
         help_.append(f"no --zero {target.zero}, so that weights too may be split over data")
+    if target.recompute in (NONE, SELECTIVE):
+        help_.append("--recompute auto, to keep fewer activations")
     help_.append("a smaller batch, or a larger --memory")
     lines.append(f"  what would help: {'; '.join(help_)}")
     return CompileError("\n".join(lines))

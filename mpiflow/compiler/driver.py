@@ -4,7 +4,7 @@ trace        call the model on symbolic inputs               trace.py
 check        what no single op can see                       graph/check.py
 differentiate  backward pass and updates                     differentiate.py
 precision    dtypes; 16-bit casts are made while tracing     precision.py
-recompute    which activations stay                          blocks.py, recompute.py
+recompute    which activations stay                          blocks.py, recompute.py, again.py
 micro-batches  what fires once for each of them              microbatch.py
 signatures   layouts of nodes and variables                  domains.py, signature.py
 stages       which pipeline stage does what                  stages.py, transfer.py, parts.py
@@ -30,6 +30,7 @@ import numpy as np
 
 from mpiflow.compiler.account import identity, idle_ranks, quality, reading_bytes, settings
 from mpiflow.compiler.advice import does_not_fit
+from mpiflow.compiler.again import recompute_notes, rewritten
 from mpiflow.compiler.arrange import (
     NUMERICS,
     Observer,
@@ -47,7 +48,7 @@ from mpiflow.compiler.memory import Packed, plan_memory
 from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.precision import check_precision
-from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept, recompute_notes
+from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import assign_like, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
@@ -128,7 +129,7 @@ class _Compiler:
                 return self._planner(graph, all_kept(graph))
             levels = recompute().levels(level) if isinstance(level, str) else level
             kept = recompute().kept(levels)
-            return self._planner(recompute().rewritten(kept), kept)
+            return self._planner(rewritten(recompute(), kept), kept)
 
         try:
             made = cheapest(
@@ -138,7 +139,7 @@ class _Compiler:
         except TooLarge as error:
             raise does_not_fit(error, self.target, self.job, graph, self.folder) from error
         train, packed = made.made
-        self.notes += recompute_notes(train.placed)
+        self.notes += recompute_notes(train.placed, self.mesh.stages)
         return self._finish(train, packed)
 
     def _recompute(self, graph: Graph) -> Recompute:
