@@ -183,6 +183,11 @@ _NAMES = _argument(
     help="how a file names weights: a .toml or .json file, torchvision-resnet, hf-bert:heads=N,"
     " hf-gpt2:heads=N, hf-llama:heads=N,kv_heads=N",
 )  # fmt: skip
+_SEARCH = _argument(
+    "--search", action="store_true",
+    help="try meshes, micro-batches, schedules and levels of ZeRO that are not given, and show the"
+    " best few",
+)  # fmt: skip
 _REPORT = _argument(
     "--memory-report", action="store_true",
     help="show what each stage holds when it holds most, by class, and the largest tensors",
@@ -196,7 +201,7 @@ _EXPLAIN = _argument(
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.plan, (_argument("job", metavar="FILE.py[:function]"), *_FORM, _SET, _DATA,
-                     _OUTPUT, _AFTER, _EXPLAIN, _REPORT, _JSON)),
+                     _OUTPUT, _SEARCH, _AFTER, _EXPLAIN, _REPORT, _JSON)),
     (commands.check, (_argument("plan", metavar="FILE.plan"), _OPS, _DATA, _JSON)),
     (simulate_commands.simulate, (
         _argument("job", metavar="FILE.plan|FILE.py"), *_FORM, _SET, _DATA, _OPS,

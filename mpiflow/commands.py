@@ -6,6 +6,7 @@ A command imports what it needs when it runs: planning must work where mpi4py an
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ def plan(options: Namespace) -> None:
     if options.output and Path(options.output).is_dir():
         raise UsageError(f"-o {options.output}: a folder; name the plan's file in it")
     began = time.perf_counter()
+    if options.search:
+        _search(options)
+        return
     if options.after:
         _plan_after(options)
         return
@@ -79,6 +83,33 @@ def _explain(options: Namespace, placed: dict[str, Placed]) -> None:
         options.answer = found.plain()
     else:
         print(found)
+
+
+def _search(options: Namespace) -> None:
+    """Try what is not given, and show the best plans; the first is written with -o."""
+    from mpiflow import search
+    from mpiflow.compiler.machine import find_machine
+    from mpiflow.jobfile import load_job
+    from mpiflow.plan import store
+
+    search.check_given(options)
+    machine = find_machine(options.cluster or "cpu")
+    job, folder = load_job(options.job, options.set)
+    given = search.given_by(options, machine)
+    progress = search.progress_to(sys.stderr.write)
+    if options.json:
+        found = search.find_plans(job, folder, Path(options.data), machine, given)
+    else:
+        found = search.find_plans(
+            job, folder, Path(options.data), machine, given, progress=progress
+        )
+    command = search.command_of(options, found.planned[0].candidate)
+    if options.output:
+        store.save(found.planned[0].plan, options.output)
+    if options.json:
+        options.answer = search.plain(found, command)
+        return
+    print(search.show(found, given.memory, command))
 
 
 def _plan_after(options: Namespace) -> None:

@@ -52,6 +52,7 @@ def make_plan(
     memory: int | None = None,
     pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD,
     recompute: str | None = None,
+    data: dict[str, DataSet] | None = None,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
     """The plan of a job from `folder`, for a mesh, with its data files in `data_folder`.
@@ -59,6 +60,7 @@ def make_plan(
     Prices are those of `machine`, which is the built-in `cpu` unless given. Arenas have `memory`
     bytes at most, by default what a device of the machine has, where that is known. Pipeline
     stages take turns as `pipeline` says; activations are computed again at the level `recompute`.
+    `data` is what `inspect_all` gave, if that was called before.
     """
     from mpiflow.io.dataset import cache_bytes
 
@@ -68,13 +70,9 @@ def make_plan(
     limit = machine.memory_bytes if memory is None else memory
     notes = machine_notes(machine, mesh)
     machine = machine.with_ranks(mesh.size)
-    data = {"train": inspect_data("train", job.train, data_folder, drop=True)}
-    for name, dataset in job.evaluations.items():
-        _check_name(job, name)
-        data[name] = inspect_data(name, dataset, data_folder, drop=False)
     plan = compile_job(
         job,
-        data,
+        inspect_all(job, data_folder) if data is None else data,
         Target(mesh, machine, zero=zero, memory=limit, pipeline=pipeline, recompute=recompute),
         folder=folder,
         cache_bytes=cache_bytes,
@@ -145,6 +143,15 @@ def _check_name(job: Job, name: str) -> None:
             f"job {job.name}: an evaluation cannot be named {name!r}; use letters, digits, '-' and"
             " '_', but not 'train', and no '_tail' at the end"
         )
+
+
+def inspect_all(job: Job, folder: Path) -> dict[str, DataSet]:
+    """The record of each data set of a job: of "train", and of every evaluation."""
+    data = {"train": inspect_data("train", job.train, folder, drop=True)}
+    for name, dataset in job.evaluations.items():
+        _check_name(job, name)
+        data[name] = inspect_data(name, dataset, folder, drop=False)
+    return data
 
 
 def inspect_data(name: str, dataset: Dataset, folder: Path, *, drop: bool) -> DataSet:

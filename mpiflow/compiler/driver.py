@@ -95,6 +95,14 @@ def compile_job(
     return _Compiler(job, data, target, folder or Path.cwd(), cache_bytes, observe).plan()
 
 
+def training_graph(job: Job, data: dict[str, DataSet], target: Target, folder: Path) -> Graph:
+    """What a training step computes, before layouts and stages: the same for any mesh."""
+    compiler = _Compiler(
+        job, data, target, folder, lambda data, *spans: 0, lambda step, program, result: None
+    )
+    return compiler.train_graph()
+
+
 class _Compiler:
     def __init__(
         self,
@@ -115,7 +123,7 @@ class _Compiler:
 
     def plan(self) -> Plan:
         count = self.job.micro_batches
-        graph = self._train_graph(self.data["train"])
+        graph = self.train_graph()
         self.target.pipeline.check(self.mesh, count)
         if self.target.zero:
             self.notes.append(level_note(self.target.zero, count))
@@ -245,7 +253,9 @@ class _Compiler:
         ]
         return [replace(program, stage=stage) for program in programs], variables
 
-    def _train_graph(self, data: DataSet) -> Graph:
+    def train_graph(self) -> Graph:
+        """The graph of a training step: forward, backward and updates, for the whole batch."""
+        data = self.data["train"]
         graph = self._traced("train", data, data.batch, training=True)
         self.model = hashlib.sha256(str(graph).encode()).hexdigest()
         scaled = self.job.precision == "float16"

@@ -1,0 +1,347 @@
+"""Above the compiler: which mesh, micro-batches, schedule and level of ZeRO make a step shortest.
+
+    candidates    all that may be tried: what is given stays, the rest is enumerated
+    estimates     of each, cheap: seconds and bytes                      estimate.py
+    pruned        does not fit, cannot be cut, saves memory that there is
+    planned       the most promising of the others, one by one, as many as are allowed
+
+Each plan corrects the estimates of its mesh, so that the next is chosen by what is known by then.
+What is planned is priced by the simulator, and proven. All of it is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from mpiflow.compiler.domains import DATA
+from mpiflow.compiler.estimate import Estimate
+from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline
+from mpiflow.errors import CompileError, MpiflowError
+from mpiflow.graph.mesh import STAGE, Mesh
+from mpiflow.plan.records import Plan
+
+MODEL = "model"
+"""The axis over which the compiler splits what it likes; all but its name is as any other's."""
+PLANS = 12
+"""As many plans are made at most."""
+_TURNS = 8
+"""Micro-batches for each stage, at most."""
+_MARGIN = 0.9
+"""What is estimated to take this share of the limit fits for sure."""
+_OVER = 1.25
+"""What is estimated to take this many times the limit does not fit."""
+_HOPELESS = 2.0
+"""How many times the best step an estimate may be for its plan to be worth the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """How a job may run.
+
+    `zero` None is level 0, `recompute` None is none of it, or what a limit on memory asks for.
+    """
+
+    mesh: Mesh
+    micro_batches: int
+    zero: int | None = None
+    pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD
+    recompute: str | None = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of `mpiflow plan` that make it."""
+        found = ["--mesh", str(self.mesh), "--micro-batches", str(self.micro_batches)]
+        if self.pipeline.schedule != ONE_FORWARD_ONE_BACKWARD.schedule:
+            found += ["--schedule", self.pipeline.schedule]
+        if self.pipeline.virtual > 1:
+            found += ["--virtual", str(self.pipeline.virtual)]
+        if self.zero is not None:
+            found += ["--zero", str(self.zero)]
+        if self.recompute is not None:
+            found += ["--recompute", self.recompute]
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return " ".join(self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What bounds a search; what is not None is given and stays.
+
+    `layers` is how many pieces the model can be cut into, `devices` the ranks of a node.
+    """
+
+    ranks: int
+    batch: int
+    layers: int
+    devices: int
+    mesh: Mesh | None = None
+    micro_batches: int | None = None
+    zero: int | None = None
+    pipeline: Pipeline | None = None
+    recompute: str | None = None
+
+    def candidates(self) -> list[Candidate]:
+        """All that there is to try, few stages and a short axis `model` first."""
+        return [
+            Candidate(mesh, count, zero, pipeline, self.recompute)
+            for mesh in self._meshes()
+            for count in self._counts(mesh)
+            for pipeline in self._pipelines(mesh, count)
+            for zero in self._levels(mesh)
+        ]
+
+    def _meshes(self) -> list[Mesh]:
+        if self.mesh is not None:
+            return [self.mesh]
+        return [
+            _mesh(stages, self.ranks // stages // model, model)
+            for stages in _divisors(self.ranks, self.layers)
+            for model in _divisors(self.ranks // stages, self.devices)
+        ]
+
+    def _counts(self, mesh: Mesh) -> list[int]:
+        """Numbers of micro-batches: powers of two, and such times the number of stages."""
+        if self.micro_batches is not None:
+            return [self.micro_batches]
+        data = dict(mesh.axes).get(DATA, 1)
+        powers = [2**i for i in range(self.batch.bit_length())]
+        wanted = {*powers, *(mesh.stages * power for power in powers)}
+        return [
+            count
+            for count in sorted(wanted)
+            if self.batch % count == 0
+            and count <= _TURNS * mesh.stages
+            and (count == 1 or count * data <= self.batch)  # a row for each rank
+        ]
+
+    def _pipelines(self, mesh: Mesh, count: int) -> list[Pipeline]:
+        if self.pipeline is not None:
+            known = [self.pipeline]
+        elif mesh.stages == 1 or count == 1:
+            known = [ONE_FORWARD_ONE_BACKWARD]
+        else:
+            # gpipe is left out: its bubble is that of 1f1b, and it holds more.
+            known = [ONE_FORWARD_ONE_BACKWARD, Pipeline("zero-bubble"), Pipeline("interleaved", 2)]
+        return [p for p in known if self._possible(p, mesh, count)]
+
+    def _possible(self, pipeline: Pipeline, mesh: Mesh, count: int) -> bool:
+        if self.mesh is not None and self.micro_batches is not None and self.pipeline is not None:
+            return True  # which says what is wrong with it when it is planned
+        if pipeline != ONE_FORWARD_ONE_BACKWARD and (mesh.stages == 1 or count == 1):
+            return False
+        return pipeline.virtual == 1 or (
+            count % mesh.stages == 0 and mesh.stages * pipeline.virtual <= self.layers
+        )
+
+    def _levels(self, mesh: Mesh) -> list[int | None]:
+        if self.zero is not None:
+            return [self.zero]
+        return [None, 1, 2, 3] if dict(mesh.axes).get(DATA, 1) > 1 else [None]
+
+
+def _mesh(stages: int, data: int, model: int) -> Mesh:
+    """Stages outermost, which send the least; the axis `model` within a node, which sends most."""
+    axes = ((STAGE, stages), (DATA, data), (MODEL, model))
+    return Mesh(tuple(a for a in axes if a[1] > 1) or ((DATA, 1),))
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, max(most, 1)) + 1) if number % n == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A candidate with its plan."""
+
+    candidate: Candidate
+    estimate: Estimate
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        """A training step, as the simulator predicts it."""
+        train = self.plan.program("train")
+        return train.seconds if train else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The arena of the rank that holds most."""
+        return dict(self.plan.arenas)["host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The outcome of a search: what was planned, the best first, and why not the others.
+
+    `failed` and `uncut` have reasons; `large` the estimated bytes of what does not fit; `needless`
+    save memory that there is enough of; `slower` were not planned as others promised more.
+    """
+
+    planned: tuple[Planned, ...]
+    failed: tuple[tuple[Candidate, str], ...]
+    uncut: tuple[tuple[Candidate, str], ...]
+    large: tuple[tuple[Candidate, int], ...]
+    needless: tuple[Candidate, ...]
+    slower: tuple[Candidate, ...]
+
+    @property
+    def tried(self) -> int:
+        """How many candidates there were."""
+        groups = (self.planned, self.failed, self.uncut, self.large, self.needless, self.slower)
+        return sum(map(len, groups))
+
+
+Progress = Callable[[int, Candidate, Planned | str], None]
+"""Called after each plan with its number, and what became of the candidate."""
+
+
+def search(
+    candidates: Sequence[Candidate],
+    estimate: Callable[[Candidate], Estimate],
+    plan: Callable[[Candidate], Plan],
+    *,
+    limit: int = 0,
+    most: int = PLANS,
+    progress: Progress = lambda number, candidate, outcome: None,
+) -> Found:
+    """Plan the most promising candidates, `most` of them, for arenas of `limit` bytes (0: any).
+
+    The first of `candidates` is always planned: it is what would be had without a search, so the
+    best is never predicted worse. CompileError where none of those that were planned can be had.
+    """
+    return _Search(candidates, estimate, plan, limit, most, progress).found()
+
+
+@dataclass
+class _Search:
+    candidates: Sequence[Candidate]
+    estimate: Callable[[Candidate], Estimate]
+    plan: Callable[[Candidate], Plan]
+    limit: int
+    most: int
+    progress: Progress
+    estimates: dict[Candidate, Estimate] = field(default_factory=dict)
+    uncut: list[tuple[Candidate, str]] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
+    failed: dict[Candidate, str] = field(default_factory=dict)
+    time_factors: dict[Mesh, float] = field(default_factory=dict)
+    byte_factors: dict[Mesh, float] = field(default_factory=dict)
+    reason: MpiflowError | None = None
+
+    def found(self) -> Found:
+        """Plan by turns what promises most, and sort the rest by why it was not planned."""
+        first = self.candidates[0]
+        self._estimate_all()
+        needless = self._needless() - {first}
+        waiting = [c for c in self.estimates if c not in needless and c != first]
+        self._try(first)
+        while len(self.planned) + len(self.failed) < self.most:
+            promising = self._most_promising(waiting)
+            if promising is None:
+                break
+            waiting.remove(promising)
+            self._try(promising)
+        if not self.planned:
+            assert self.reason is not None
+            raise self.reason
+        large = [c for c in waiting if not self._may_fit(c)]
+        return Found(
+            tuple(sorted(self.planned, key=lambda p: (p.seconds, p.nbytes))),
+            tuple(self.failed.items()),
+            tuple(self.uncut),
+            tuple((c, round(self._bytes(c))) for c in large),
+            tuple(c for c in self.estimates if c in needless),
+            tuple(c for c in waiting if c not in set(large)),
+        )
+
+    def _estimate_all(self) -> None:
+        for candidate in self.candidates:
+            try:
+                self.estimates[candidate] = self.estimate(candidate)
+            except CompileError as error:
+                if candidate == self.candidates[0]:
+                    self.estimates[candidate] = Estimate(float("inf"), 0.0)
+                else:
+                    self.uncut.append((candidate, _first_line(error)))
+
+    def _needless(self) -> set[Candidate]:
+        """Those that do nothing but save memory where a like one that saves less fits for sure.
+
+        They are more than one micro-batch without stages, and levels of ZeRO beyond the first: as
+        that one has less to update, it may be faster than none.
+        """
+        known = self.estimates
+        return {
+            candidate
+            for candidate in known
+            if any(other in known and self._fits_surely(other) for other in _saving_less(candidate))
+        }
+
+    def _fits_surely(self, candidate: Candidate) -> bool:
+        """As it is, without what only the limit asks for."""
+        known = self.estimates[candidate]
+        enough = not self.limit or known.nbytes <= _MARGIN * self.limit
+        return enough and not known.forced
+
+    def _try(self, candidate: Candidate) -> None:
+        number = len(self.planned) + len(self.failed) + 1
+        try:
+            made = Planned(candidate, self.estimates[candidate], self.plan(candidate))
+        except MpiflowError as error:
+            if not isinstance(error, CompileError) and candidate == self.candidates[0]:
+                raise
+            self.reason = self.reason or error
+            self.failed[candidate] = _first_line(error)
+            if self.limit and 0.0 < self.estimates[candidate].nbytes <= _OVER * self.limit:
+                # Others of this mesh that hold as much do not fit either.
+                over = 1.001 * _OVER * self.limit / self.estimates[candidate].nbytes
+                self.byte_factors[candidate.mesh] = over
+            self.progress(number, candidate, self.failed[candidate])
+            return
+        self.planned.append(made)
+        if 0.0 < made.estimate.seconds < float("inf"):
+            self.time_factors[candidate.mesh] = made.seconds / made.estimate.seconds
+            self.byte_factors[candidate.mesh] = made.nbytes / max(made.estimate.nbytes, 1.0)
+        self.progress(number, candidate, made)
+
+    def _most_promising(self, waiting: list[Candidate]) -> Candidate | None:
+        """The fastest of those that may fit, if it is worth a plan; if nothing fits, the least."""
+        fitting = [c for c in waiting if self._may_fit(c)]
+        if not fitting and not self.planned and waiting:
+            return min(waiting, key=self._bytes)
+        best = min((p.seconds for p in self.planned), default=float("inf"))
+        chosen = min(fitting, key=self._seconds, default=None)
+        if chosen is None or self._seconds(chosen) > _HOPELESS * best:
+            return None
+        return chosen
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return not self.limit or self._bytes(candidate) <= _OVER * self.limit
+
+    def _seconds(self, candidate: Candidate) -> float:
+        return self.estimates[candidate].seconds * _factor(self.time_factors, candidate.mesh)
+
+    def _bytes(self, candidate: Candidate) -> float:
+        return self.estimates[candidate].nbytes * _factor(self.byte_factors, candidate.mesh)
+
+
+def _factor(known: dict[Mesh, float], mesh: Mesh) -> float:
+    """How many times its estimate a plan is: on this mesh, or on average over the others."""
+    return known.get(mesh) or (fmean(known.values()) if known else 1.0)
+
+
+def _saving_less(candidate: Candidate) -> Iterator[Candidate]:
+    """Candidates that are like it, but hold more and take no longer."""
+    if candidate.zero is not None and candidate.zero > 1:
+        yield replace(candidate, zero=candidate.zero - 1)
+    if candidate.mesh.stages == 1:
+        count = candidate.micro_batches
+        yield from (replace(candidate, micro_batches=n) for n in range(1, count) if count % n == 0)
+
+
+def _first_line(error: MpiflowError) -> str:
+    return str(error).partition("\n")[0]
