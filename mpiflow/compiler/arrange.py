@@ -111,10 +111,9 @@ def stored(graph: Graph, name: str, layout: Layout, target: Target, folder: Path
 def priced(plan: Plan) -> Plan:
     """The plan with what its collectives send, and the predicted seconds of every program."""
     plan = replace(plan, programs=tuple(_with_traffic(plan, p) for p in plan.programs))
-    programs = tuple(
-        replace(p, seconds=rounded(simulate(plan, p.name).step_seconds)) if p.tasks else p
-        for p in plan.programs
-    )
+    names = dict.fromkeys(p.name for p in plan.programs if p.tasks)
+    seconds = {name: rounded(simulate(plan, name).step_seconds) for name in names}
+    programs = tuple(replace(p, seconds=seconds[p.name]) if p.tasks else p for p in plan.programs)
     return replace(plan, programs=programs)
 
 

@@ -332,7 +332,8 @@ class Plan:
 
     def tensors(self, program: Program) -> dict[str, Register]:
         """Variables and the registers of a program, by name; names are unique over both."""
-        kept = (v for v in self.variables if v.stage == program.stage or self.mesh.stages == 1)
+        alone = self.mesh.stages == 1
+        kept = (v for v in self.variables if alone or v.stage == program.stage)
         variables = in_time(kept, self.mesh_of(program))
         return {r.name: r for r in (*variables, *program.registers)}
 

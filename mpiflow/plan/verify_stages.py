@@ -110,6 +110,7 @@ def _check_messages(plan: Plan, programs: list[Program]) -> None:
                 f"program {program.name}: stage {key[1]} waits for ever for {task.outputs[0]},"
                 f" message {key[2]} from stage {key[0]}, which does not send it"
             )
+    tensors = {program.stage: plan.tensors(program) for program in programs}
     for key, (program, task) in sends.items():
         if key not in receives:
             raise VerifyError(
@@ -117,8 +118,8 @@ def _check_messages(plan: Plan, programs: list[Program]) -> None:
                 f" to stage {key[1]}, which does not receive it"
             )
         other, received = receives[key]
-        sent = plan.tensors(program)[task.inputs[0]]
-        made = plan.tensors(other)[received.outputs[0]]
+        sent = tensors[program.stage][task.inputs[0]]
+        made = tensors[other.stage][received.outputs[0]]
         if _kind(sent) != _kind(made):
             raise VerifyError(
                 f"program {program.name}: stage {key[0]} sends {sent.name} as {_kind(sent)}, stage"
