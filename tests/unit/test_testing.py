@@ -24,7 +24,7 @@ def test_a_right_op_passes():
     ("fault", "message"),
     [
         ("Allocates", r"allocates \d+ bytes beside arrays of 1440000; compute into `out`"),
-        ("Centred", r"Not equal to tolerance.*Centred on \(2,\) parts by S\(0\) -> S\(0\)"),
+        ("Centred", r"Centred on \(2,\) parts by S\(0\) -> S\(0\): \nNot equal to tolerance"),
         ("ChangesItsInput", "ChangesItsInput changes an input"),
         ("GivesBack", "the kernel gives something back; it writes `out`"),
         ("NotLinear", "by P -> P"),
@@ -67,8 +67,8 @@ def test_what_does_not_fit_is_refused_with_the_line(op, inputs, message):
 
 
 def test_a_gradient_is_compared_along_every_element_or_along_mixtures_of_all():
-    for shape in [(), (7,), (5, 7), (6, 7)]:
+    for shape in [(), (7,), (2, 4), (3, 3), (6, 7)]:
         along = np.array(directions(shape)).reshape(-1, math.prod(shape))
         np.testing.assert_allclose(np.linalg.norm(along, axis=1), 1.0)
         assert np.all(np.abs(along).sum(0) > 0)
-        assert len(along) == min(math.prod(shape), 36)
+        assert len(along) == min(math.prod(shape), 8)
