@@ -1,0 +1,58 @@
+"""Plans whose stages do not fit together are refused, in words that name where."""
+
+from dataclasses import replace
+
+import pytest
+from pipeline_jobs import Case, branches, layers, plan_of, tied
+from stage_mutants import MUTATIONS, stage_mutants
+
+from mpiflow.errors import VerifyError
+from mpiflow.plan.verify import verify
+
+CASES = [
+    Case(branches, "stage=3,data=2", 4),
+    Case(layers, "stage=2", 6, "zero-bubble"),
+    Case(tied, "stage=2,data=2", 1),
+    Case(branches, "stage=2", 4, "interleaved", 2),
+]
+
+
+def test_mutants_are_refused_and_named():
+    found = [mutant for case in CASES for mutant in stage_mutants(plan_of(case), 2)]
+    assert {mutant.kind for mutant in found} == set(MUTATIONS)
+    wrong = []
+    for mutant in found:
+        try:
+            verify(mutant.plan)
+        except VerifyError as error:
+            text = str(error)
+            if len(text) > 1500 or not any(name in text for name in mutant.names):
+                wrong.append(f"{mutant.kind} {mutant.what}: unclear: {text}")
+        else:
+            wrong.append(f"{mutant.kind} {mutant.what}: accepted")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(CASES[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda a: a[:-1], "the plan has 3 stages and the arenas host, host.0, host.1; it needs"),
+        (lambda a: (("host", a[0][1] + 8), *a[1:]), "not as large as that of the largest stage"),
+    ],
+)
+def test_every_stage_has_an_arena_and_the_first_is_the_largest(plan, change, says):
+    with pytest.raises(VerifyError, match=says):
+        verify(replace(plan, arenas=change(plan.arenas)))
+
+
+def test_what_several_stages_keep_is_alike(plan):
+    first, *others = [v for v in plan.variables if v.name == "gain"]
+    assert others
+    variables = tuple(replace(v, trainable=False) if v is first else v for v in plan.variables)
+    with pytest.raises(VerifyError, match=r"variable gain is .* on stage 0 and .* on stage"):
+        verify(replace(plan, variables=variables))
