@@ -121,7 +121,7 @@ def problems(count):
 
 def test_layouts_are_as_cheap_as_the_best_of_all_and_bounds_are_no_higher(monkeypatch):
     nodes = updates = splits = 0
-    for problem in problems(300):
+    for problem in problems(120):
         totals = all_totals(problem)
         best = totals.min()
         with monkeypatch.context() as narrow:
@@ -136,8 +136,8 @@ def test_layouts_are_as_cheap_as_the_best_of_all_and_bounds_are_no_higher(monkey
         updates += bool(problem.graph.updates)
         splits += any(found.choice[problem.first :])
     assert nodes >= 8
-    assert updates >= 30
-    assert splits >= 100
+    assert updates >= 20
+    assert splits >= 40
 
 
 DIGEST = """
