@@ -58,7 +58,8 @@ def _minimise_wide(costs: Costs) -> Solution:
         {pair: tables[number] for pair, number in costs.pairs.items()},
     )
     margin = _NEAR * abs(found.lower)
-    best = tried = _minimise_among(costs, found, margin)
+    tried = _minimise_among(costs, found, margin)
+    best = tried or _minimise_among(costs, found, 0.0)
     while tried is not None and tried.lower < tried.total:
         best, margin = tried, min(10 * margin, tried.total - found.lower)
         tried = _minimise_among(costs, found, margin)
