@@ -255,20 +255,23 @@ class _Walk:
         """Start every send of what is computed, as another stage may wait for it.
 
         This comes before every wait: the stages that are waited for get all that they can have.
+        First what needs no other wait, then what comes out of collectives, which all ranks of the
+        stage can end, and last what fills memory that has to be sent before.
         """
         if self.sending:
             return
         self.sending = True
-        for stream, queue in self.queues.items():
-            while stream.startswith(SEND) and queue and self._is_computed(queue[0]):
-                self._start(queue[0])
+        for kinds in ((), ("collective",), ("collective", SEND)):
+            for stream, queue in self.queues.items():
+                while stream.startswith(SEND) and queue and self._is_computed(queue[0], kinds):
+                    self._start(queue[0])
         self.sending = False
 
-    def _is_computed(self, task: Task) -> bool:
-        """Whether nothing is missing for a send but collectives that can be completed."""
+    def _is_computed(self, task: Task, kinds: tuple[str, ...]) -> bool:
+        """Whether nothing is missing for a task but some of these kinds that can be completed."""
         missing = [self.tasks_by_name[name] for name in self.needs[task.name]]
         missing = [need for need in missing if need.name not in self.done]
-        return all(need.kind == "collective" and self._is_computed(need) for need in missing)
+        return all(need.kind in kinds and self._is_computed(need, kinds) for need in missing)
 
     def _wait_up_to(self, task: Task) -> None:
         """Wait for a collective and all before it on its stream, in order."""
