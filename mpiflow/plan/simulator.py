@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from mpiflow.errors import PlanError
 from mpiflow.plan.join import joined
@@ -174,7 +175,7 @@ def _durations(runs: Runs, factors: dict[str, float]) -> list[tuple[float, ...]]
     """When each task of each run stops, after the run starts."""
     streams = {stream for _, stream in runs.streams}
     for name, factor in factors.items():
-        if name not in streams | set(KINDS) or factor < 0:
+        if name not in streams | set(KINDS) or not 0 <= factor < inf:
             known = ", ".join(sorted(streams | set(KINDS)))
             raise PlanError(f"factor {name}={factor}: give a factor of 0 or more for {known}")
     found: dict[tuple[int, tuple[int, ...], bool], tuple[float, ...]] = {}

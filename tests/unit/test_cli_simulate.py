@@ -208,7 +208,8 @@ def test_nodes_must_be_numbers_that_fit(call, arguments, message):
     assert message in err
 
 
-def test_a_factor_of_an_unknown_stream_names_those_there_are(call, plan):
-    code, _, err = call("simulate", plan, "--factor", "comm.model=2")
+@pytest.mark.parametrize("factor", ["comm.model=2", "comm=-1", "comm=nan", "comm=inf"])
+def test_a_factor_that_cannot_be_names_the_streams_there_are(call, plan, factor):
+    code, _, err = call("simulate", plan, "--factor", factor)
     assert code == 1
     assert "give a factor of 0 or more for comm, comm.data, compute" in err
