@@ -42,26 +42,32 @@ def check_all(found, shape, dtype, mesh):
 def test_every_pair_of_layouts_on_one_axis(size, shape):
     mesh = parse_mesh(f"data={size}")
     found = layouts(mesh, shape)
-    check_all(found, shape, "float64", mesh)
+    if shape == (5, 4):
+        check_all(found, shape, "float64", mesh)
+    else:
+        check_groups([(source, found) for source in found], shape, "float64", mesh)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape", "more"),
+    ("sizes", "shape", "more", "step"),
     [
-        pytest.param((2, 2), (5, 4), (), marks=pytest.mark.ranks(4)),
-        pytest.param((2, 3), (3, 7), (MAX,), marks=pytest.mark.ranks(6)),
-        pytest.param((2, 3), (12, 5), (S(0, 2),), marks=pytest.mark.ranks(6)),
-        pytest.param((1, 3), (5,), (MAX,), marks=pytest.mark.ranks(3)),
-        pytest.param((3, 1), (2, 4), (), marks=pytest.mark.ranks(3)),
-        pytest.param((2, 2), (0, 3), (), marks=pytest.mark.ranks(4)),
+        pytest.param((2, 2), (5, 4), (), 1, marks=pytest.mark.ranks(4)),
+        pytest.param((2, 3), (3, 7), (MAX,), 1, marks=pytest.mark.ranks(6)),
+        pytest.param((2, 3), (12, 5), (S(0, 2),), 3, marks=pytest.mark.ranks(6)),
+        pytest.param((1, 3), (5,), (MAX,), 1, marks=pytest.mark.ranks(3)),
+        pytest.param((3, 1), (2, 4), (), 3, marks=pytest.mark.ranks(3)),
+        pytest.param((2, 2), (0, 3), (), 3, marks=pytest.mark.ranks(4)),
     ],
     ids=str,
 )
-def test_every_pair_of_layouts_on_two_axes(sizes, shape, more):
-    """All targets of a source in one plan, which converts to each way station once."""
+def test_every_pair_of_layouts_on_two_axes(sizes, shape, more, step):
+    """All targets of a source in one plan, which converts to each way station once.
+
+    Units, and sizes of 1 and 0, take a third of the sources; the other meshes have all of them.
+    """
     mesh = parse_mesh(f"data={sizes[0]},model={sizes[1]}")
     found = layouts(mesh, shape, more=more)
-    check_groups([(source, found) for source in found], shape, "float64", mesh)
+    check_groups([(source, found) for source in found[::step]], shape, "float64", mesh)
 
 
 @pytest.mark.parametrize(
