@@ -223,7 +223,7 @@ class _Template:
         for name, maker in self.makers.items():
             slots = self.registers[name].slots
             for user in self.users.get(name, ()):
-                outlives = READ in (tasks[maker].stream,) or tasks[user].stream == WRITE
+                outlives = tasks[maker].stream == READ or tasks[user].stream == WRITE
                 if outlives and not self.registers[name].rewound:
                     found.setdefault(maker, []).append((user, slots))
                 if self._looped(tasks[maker]) and self._in_time(name):

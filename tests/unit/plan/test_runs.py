@@ -42,7 +42,7 @@ def by_name(events):
 PLANS = [
     ("data=3", 1), ("data=2", 4), ("data=2,model=2", 2), ("stage=2", 1), ("stage=2,data=2", 4),
     ("stage=4", 16), ("stage=3", 8, "zero-bubble"), ("stage=2", 8, "gpipe"),
-    ("stage=2", 4, "interleaved", 2),
+    ("stage=2", 4, "interleaved", 2), ("stage=2,model=2", 4, "1f1b", 1, "S(1)"),
 ]  # fmt: skip
 
 
