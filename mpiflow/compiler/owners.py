@@ -19,7 +19,7 @@ from mpiflow.graph.graph import Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import Op
 from mpiflow.graph.rule import Signature
-from mpiflow.graph.sbp import UNION, B, Layout, S
+from mpiflow.graph.sbp import UNION, B, Layout, Partial, S
 from mpiflow.ops.rows import Lookup, RowGradient, SumRows
 from mpiflow.ops.rowupdate import RowUpdate
 from mpiflow.plan.rows import COUNT, joint
@@ -46,11 +46,15 @@ def is_message(op: Op) -> bool:
 def are_owned(op: Op, axes: tuple[int, ...], inputs: Layouts, outputs: Layouts) -> bool:
     """Whether owners along the axes have whole spans of the table: no other axis splits rows.
 
-    Nor does one split the ids of what is sent: all ranks of a group send the same rows there.
+    Nor does one split the ids of what is sent, or leave its values in parts of sums: all ranks of a
+    group send the same rows there.
     """
-    sends = is_message(op) and not isinstance(op, Lookup)
-    if sends and any(sbp != B for axis, sbp in enumerate(inputs[1]) if axis not in axes):
-        return False
+    if is_message(op) and not isinstance(op, Lookup):
+        beside = [
+            pair for axis, pair in enumerate(zip(*inputs[:2], strict=True)) if axis not in axes
+        ]
+        if any(ids != B or isinstance(values, Partial) for values, ids in beside):
+            return False
     tables = {Lookup: inputs[:1], RowGradient: outputs[:1], RowUpdate: inputs[:1]}
     layouts = next((found for kind, found in tables.items() if isinstance(op, kind)), ())
     return all(
