@@ -40,8 +40,9 @@ CASES = [
     Case(branches, "stage=5", 1, zero=2, optimizer="lamb", dtype="float32", precision="float16"),
     Case(weighted, "stage=4", 3, zero=3, dtype="float32", precision="float16"),
     Case(weighted, "model=2,stage=2", 6, "gpipe", optimizer="sgd"),
-    Case(weighted, "stage=5", 1, zero=3, optimizer="sgd", dtype="float32", precision="float16", forced=337),
-]
+    Case(weighted, "stage=5", zero=3, optimizer="sgd", dtype="float32", precision="float16",
+         forced=337),
+]  # fmt: skip
 """Every schedule, every level of ZeRO; each of `forced` is one that a fault was found with."""
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.ranks(c.ranks), id=str(c)) for c in CASES]
