@@ -80,9 +80,10 @@ def find_plans(
         zero=given.zero,
         pipeline=given.pipeline,
         recompute=given.recompute,
+        limited=given.memory > 0,
     )
 
-    def plan(candidate: Candidate) -> Plan:
+    def plan(candidate: Candidate, memory: int) -> Plan:
         return make_plan(
             replace(job, micro_batches=candidate.micro_batches),
             folder,
@@ -90,20 +91,25 @@ def find_plans(
             data_folder,
             machine=machine,
             zero=candidate.zero,
-            memory=given.memory,
+            memory=memory,
             pipeline=candidate.pipeline,
             recompute=candidate.recompute,
             data=data,
         )
 
-    return search(
+    found = search(
         _with_default(space, mesh, job),
         Estimator(graph, machine.with_ranks(mesh.size), given.memory),
-        plan,
+        lambda candidate: plan(candidate, given.memory if candidate.auto else 0),
         limit=given.memory,
         most=most,
         progress=progress,
     )
+    best, *others = found.planned
+    if given.memory and not best.candidate.auto:
+        # The same layouts, in a plan that says what limit they keep.
+        best = replace(best, plan=plan(best.candidate, given.memory))
+    return replace(found, planned=(best, *others))
 
 
 def _with_default(space: Space, mesh: Mesh, job: Job) -> list[Candidate]:
@@ -115,9 +121,10 @@ def _with_default(space: Space, mesh: Mesh, job: Job) -> list[Candidate]:
         space.zero,
         space.pipeline or ONE_FORWARD_ONE_BACKWARD,
         space.recompute,
+        auto=True,
     )
     if space.pipeline is None or mesh.stages > 1 or not candidates:
-        candidates = [default, *(c for c in candidates if c != default)]
+        return [default, *candidates]
     return candidates
 
 
@@ -154,6 +161,7 @@ class Row:
             "schedule": candidate.pipeline.schedule,
             "virtual": candidate.pipeline.virtual,
             "zero": candidate.zero,
+            "recompute": candidate.recompute,
             "step_seconds": self.planned.seconds,
             "arena_bytes": self.planned.nbytes,
             "bubble": round(self.bubble, 4),
@@ -171,7 +179,7 @@ class Row:
         return (
             str(number), str(candidate.mesh), str(candidate.micro_batches),
             f"{pipeline.schedule}{virtual}" if staged else "",
-            _zero_text(candidate), time_text(self.planned.seconds),
+            _zero_text(candidate), candidate.recompute or "", time_text(self.planned.seconds),
             size_text(self.planned.nbytes), f"{self.bubble:.0%}" if staged else "",
             f"{self.communication:.0%}",
         )  # fmt: skip
@@ -205,8 +213,8 @@ def show(found: Found, limit: int, command: str) -> str:
     best = found.planned[0].plan
     within = f", at most {size_text(limit)} each" if limit else ""
     count = len(found.planned) + len(found.failed)
-    heads = (">", "mesh", ">micro-batches", "schedule", ">zero", ">step", ">memory", ">bubble",
-             ">waits for messages")  # fmt: skip
+    heads = (">", "mesh", ">micro-batches", "schedule", ">zero", "recompute", ">step", ">memory",
+             ">bubble", ">messages")  # fmt: skip
     rows = [row.cells(number) for number, row in enumerate(rows_of(found), 1)]
     lines = [
         f"{best.job} on {best.mesh.size} ranks of machine {best.machine}{within}: {count} of"
@@ -230,7 +238,7 @@ def _others(found: Found, limit: int) -> Iterator[str]:
     if found.needless:
         yield (
             f"  {len(found.needless)} only save memory, of which there is enough: more"
-            " micro-batches, or levels of ZeRO"
+            " micro-batches, levels of ZeRO, recomputation"
         )
     if found.large:
         least, nbytes = min(found.large, key=lambda pair: pair[1])

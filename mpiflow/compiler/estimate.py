@@ -95,10 +95,10 @@ class Estimator:
         """The estimate; CompileError where the model cannot be cut like that."""
         mesh, pipeline = candidate.mesh, candidate.pipeline
         works = self._works(mesh.within_stage(), mesh.stages, pipeline.virtual)
-        ways = _ways(candidate, limited=self.limit > 0)
+        ways = _ways(candidate)
         for way in ways:
             nbytes = self._bytes(candidate, works, *way)
-            if nbytes <= self.limit:
+            if not self.limit or nbytes <= self.limit:
                 break
         return Estimate(self._seconds(candidate, works, *way), nbytes, way != ways[0])
 
@@ -247,14 +247,13 @@ class Estimator:
             (works[stage].reduce if ends else works[stage].talk)[conversion] += 1
 
 
-def _ways(candidate: Candidate, *, limited: bool) -> list[tuple[int, str]]:
+def _ways(candidate: Candidate) -> list[tuple[int, str]]:
     """Levels of ZeRO and of recomputation that a candidate may have, in the order of their cost."""
-    levels = [candidate.zero or 0]
-    if limited and candidate.zero is None:
+    levels, again = [candidate.zero or 0], [candidate.recompute or "none"]
+    if candidate.auto and candidate.zero is None:
         levels = [0, 1, 2, 3]
-    again = [candidate.recompute or "none"]
-    if again == ["auto"] or (limited and candidate.recompute is None):
-        again = ["none", "full"] if limited else ["none"]
+    if again == ["auto"] or (candidate.auto and candidate.recompute is None):
+        again = ["none", "selective", "full"]
     return [(level, recompute) for recompute in again for level in levels]
 
 

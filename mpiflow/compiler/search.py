@@ -18,9 +18,11 @@ from statistics import fmean
 from mpiflow.compiler.domains import DATA
 from mpiflow.compiler.estimate import Estimate
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline
+from mpiflow.compiler.recompute import FULL, SELECTIVE
 from mpiflow.errors import CompileError, MpiflowError
 from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.plan.records import Plan
+from mpiflow.plan.text import size_text
 
 MODEL = "model"
 """The axis over which the compiler splits what it likes; all but its name is as any other's."""
@@ -40,7 +42,8 @@ _HOPELESS = 2.0
 class Candidate:
     """How a job may run.
 
-    `zero` None is level 0, `recompute` None is none of it, or what a limit on memory asks for.
+    `zero` None is level 0, `recompute` None is none of it. If it is `auto`, a limit on memory may
+    ask for more of both, piece by piece, which takes many plans; any other is planned as it is.
     """
 
     mesh: Mesh
@@ -48,6 +51,7 @@ class Candidate:
     zero: int | None = None
     pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD
     recompute: str | None = None
+    auto: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -71,7 +75,8 @@ class Candidate:
 class Space:
     """What bounds a search; what is not None is given and stays.
 
-    `layers` is how many pieces the model can be cut into, `devices` the ranks of a node.
+    `layers` is how many pieces the model can be cut into, `devices` the ranks of a node. Memory
+    is `limited` if there are bytes that arenas must not exceed.
     """
 
     ranks: int
@@ -83,15 +88,17 @@ class Space:
     zero: int | None = None
     pipeline: Pipeline | None = None
     recompute: str | None = None
+    limited: bool = False
 
     def candidates(self) -> list[Candidate]:
         """All that there is to try, few stages and a short axis `model` first."""
         return [
-            Candidate(mesh, count, zero, pipeline, self.recompute)
+            Candidate(mesh, count, zero, pipeline, recompute)
             for mesh in self._meshes()
             for count in self._counts(mesh)
             for pipeline in self._pipelines(mesh, count)
             for zero in self._levels(mesh)
+            for recompute in self._recomputed()
         ]
 
     def _meshes(self) -> list[Mesh]:
@@ -141,6 +148,11 @@ class Space:
         if self.zero is not None:
             return [self.zero]
         return [None, 1, 2, 3] if dict(mesh.axes).get(DATA, 1) > 1 else [None]
+
+    def _recomputed(self) -> list[str | None]:
+        if self.recompute is not None:
+            return [self.recompute]
+        return [None, SELECTIVE, FULL] if self.limited else [None]
 
 
 def _mesh(stages: int, data: int, model: int) -> Mesh:
@@ -213,12 +225,12 @@ def search(
     The first of `candidates` is always planned: it is what would be had without a search, so the
     best is never predicted worse. CompileError where none of those that were planned can be had.
     """
-    return _Search(candidates, estimate, plan, limit, most, progress).found()
+    return _Search(list(candidates), estimate, plan, limit, most, progress).found()
 
 
 @dataclass
 class _Search:
-    candidates: Sequence[Candidate]
+    candidates: list[Candidate]
     estimate: Callable[[Candidate], Estimate]
     plan: Callable[[Candidate], Plan]
     limit: int
@@ -236,6 +248,9 @@ class _Search:
         """Plan by turns what promises most, and sort the rest by why it was not planned."""
         first = self.candidates[0]
         self._estimate_all()
+        twin = replace(first, auto=False)
+        if twin != first and not self.estimates[first].forced and twin in self.estimates:
+            del self.estimates[twin]  # which is the same plan
         needless = self._needless() - {first}
         waiting = [c for c in self.estimates if c not in needless and c != first]
         self._try(first)
@@ -271,8 +286,8 @@ class _Search:
     def _needless(self) -> set[Candidate]:
         """Those that do nothing but save memory where a like one that saves less fits for sure.
 
-        They are more than one micro-batch without stages, and levels of ZeRO beyond the first: as
-        that one has less to update, it may be faster than none.
+        They are more than one micro-batch without stages, recomputation, and levels of ZeRO beyond
+        the first: as that one has less to update, it may be faster than none.
         """
         known = self.estimates
         return {
@@ -282,7 +297,7 @@ class _Search:
         }
 
     def _fits_surely(self, candidate: Candidate) -> bool:
-        """As it is, without what only the limit asks for."""
+        """Without what only the limit asks for."""
         known = self.estimates[candidate]
         enough = not self.limit or known.nbytes <= _MARGIN * self.limit
         return enough and not known.forced
@@ -296,16 +311,19 @@ class _Search:
                 raise
             self.reason = self.reason or error
             self.failed[candidate] = _first_line(error)
-            if self.limit and 0.0 < self.estimates[candidate].nbytes <= _OVER * self.limit:
-                # Others of this mesh that hold as much do not fit either.
-                over = 1.001 * _OVER * self.limit / self.estimates[candidate].nbytes
-                self.byte_factors[candidate.mesh] = over
             self.progress(number, candidate, self.failed[candidate])
             return
-        self.planned.append(made)
         if 0.0 < made.estimate.seconds < float("inf"):
             self.time_factors[candidate.mesh] = made.seconds / made.estimate.seconds
             self.byte_factors[candidate.mesh] = made.nbytes / max(made.estimate.nbytes, 1.0)
+        if self.limit and made.nbytes > self.limit:
+            over = size_text(made.nbytes - self.limit)
+            why = f"holds {size_text(made.nbytes)}, {over} too much"
+            self.failed[candidate] = why
+            self.reason = self.reason or CompileError(f"{candidate}: {why}")
+            self.progress(number, candidate, why)
+            return
+        self.planned.append(made)
         self.progress(number, candidate, made)
 
     def _most_promising(self, waiting: list[Candidate]) -> Candidate | None:
@@ -338,6 +356,10 @@ def _saving_less(candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that are like it, but hold more and take no longer."""
     if candidate.zero is not None and candidate.zero > 1:
         yield replace(candidate, zero=candidate.zero - 1)
+    if candidate.recompute is not None:
+        yield replace(candidate, recompute=None)
+    if candidate.recompute == FULL:
+        yield replace(candidate, recompute=SELECTIVE)
     if candidate.mesh.stages == 1:
         count = candidate.micro_batches
         yield from (replace(candidate, micro_batches=n) for n in range(1, count) if count % n == 0)
