@@ -50,7 +50,8 @@ def minimise(unary: list[Table], pairs: Pairs) -> Solution:
 def _minimise_wide(costs: Costs) -> Solution:
     """Solve among the choices of little slack, then of more, until the best cannot be missing.
 
-    Those with more slack than a solution has above the bound are in no better one.
+    Those with more slack than a solution has above the bound are in no better one: these are left
+    out at once where what is left is narrow.
     """
     tables = costs.tables
     found = bounds(
@@ -58,11 +59,13 @@ def _minimise_wide(costs: Costs) -> Solution:
         {pair: tables[number] for pair, number in costs.pairs.items()},
     )
     margin = _NEAR * abs(found.lower)
-    tried = _minimise_among(costs, found, margin)
-    best = tried or _minimise_among(costs, found, 0.0)
+    tried = _minimise_among(costs, found, margin, _LARGEST)
+    best = tried or _minimise_among(costs, found, 0.0, _LARGEST)
     while tried is not None and tried.lower < tried.total:
-        best, margin = tried, min(10 * margin, tried.total - found.lower)
-        tried = _minimise_among(costs, found, margin)
+        best, enough = tried, tried.total - found.lower
+        margin = min(10 * margin, enough)
+        tried = _minimise_among(costs, found, enough, _DIRECT)
+        tried = tried or _minimise_among(costs, found, margin, _LARGEST)
     if best is None or best.total == np.inf:
         raise CompileError(
             "there are too many ways to lay out this graph that are equally fast; give hints, or"
@@ -71,12 +74,15 @@ def _minimise_wide(costs: Costs) -> Solution:
     return tried or best
 
 
-def _minimise_among(costs: Costs, found: Bounds, margin: float) -> Solution | None:
-    """The best solution of choices with no more slack than `margin`; None if that is too wide."""
+def _minimise_among(costs: Costs, found: Bounds, margin: float, largest: int) -> Solution | None:
+    """The best solution of choices with no more slack than `margin`.
+
+    None if it needs a joint table with more than `largest` entries.
+    """
     margin += _EXACT * abs(found.lower)
     kept = [np.flatnonzero(slack <= margin) for slack in found.slack]
     few = costs.among(kept)
-    order = _order(few, _LARGEST)
+    order = _order(few, largest)
     if order is None:
         return None
     best = _eliminate_all(few, order)
@@ -153,7 +159,7 @@ class _Elimination:
         """Add a factor, without the variables that have no choice."""
         several = tuple(v for v in scope if self.sizes[v] > 1)
         if several != scope:
-            number = self.tables.number(self.tables[number].squeeze())
+            number = self.tables.squeezed(number)
         if not several:
             self.total += float(self.tables[number])
         factor = _Factor(several, number)

@@ -23,6 +23,7 @@ class Tables:
         self._tables: list[Table] = []
         self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
         self._taken: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        self._squeezed: dict[int, int] = {}
 
     def __getitem__(self, number: int) -> Table:
         return self._tables[number]
@@ -45,6 +46,12 @@ class Tables:
         if key not in self._taken:
             self._taken[key] = self.number(self._tables[number].take(kept, dim))
         return self._taken[key]
+
+    def squeezed(self, number: int) -> int:
+        """The number of a table without the dims that have one choice."""
+        if number not in self._squeezed:
+            self._squeezed[number] = self.number(self._tables[number].squeeze())
+        return self._squeezed[number]
 
 
 @dataclass(frozen=True, slots=True)
