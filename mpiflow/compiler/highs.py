@@ -144,7 +144,21 @@ class _Program:
         return self.columns - 1
 
     def _pair(self, a: int, b: int, table: Table) -> None:
-        """Columns for the pairs that are allowed, and that they add up to either's choices."""
+        """Columns for the pairs that are allowed, and that they add up to either's choices.
+
+        Where one of the two has a single choice, the other's choices are the pairs.
+        """
+        if 1 in table.shape:
+            variable, costs = a if len(table) > 1 else b, table.ravel()
+            self.paired[a, b] = (
+                np.divmod(np.arange(len(costs)), table.shape[1]),
+                self._choices(variable),
+            )
+            self.objective[variable] = self.objective[variable] + np.where(
+                np.isfinite(costs), costs, 0.0
+            )
+            self.most[variable] = np.where(np.isfinite(costs), self.most[variable], 0.0)
+            return
         at = np.nonzero(np.isfinite(table))
         columns = self.columns + np.arange(len(at[0]))
         self.columns += len(columns)
