@@ -26,7 +26,7 @@ _SMALL, _LARGE = 2_000, 500_000
 """Entries of all tables of a problem that HiGHS solves as a whole, and at most if it has to."""
 _STEPS, _NODES = 24, 500
 """Assignments that the search for prices makes at most, and nodes that HiGHS visits."""
-_CLOSE, _NEAR, _EXACT = 1e-4, 1e-3, 1e-9
+_CLOSE, _NEAR, _EXACT = 3e-4, 1e-3, 1e-9
 """Shares of the sum at which the search for prices ends, that among few choices, that of all."""
 _DEAREST = 1e6
 """The factor by which the highest price may grow until the limit is taken to be impossible."""
@@ -193,7 +193,7 @@ class _Problem:
         if not all(map(len, possible)):
             raise CompileError(_FORBIDDEN)
         tables = zip(self.memory, self.scopes, strict=True)
-        each = [m[np.ix_(*(possible[v] for v in scope))].min() for m, scope in tables]
+        each = [_taken(m, [possible[v] for v in scope]).min() for m, scope in tables]
         least = self.live.used(np.array(each, np.float64))
         if least.max(initial=0.0) > self.limit:
             raise self.does_not_fit(least, float(least.max()))
@@ -206,10 +206,17 @@ class _Problem:
     def among(self, kept: list[Indices]) -> _Problem:
         """The problem with some of the choices only."""
         costs = [c[k] for c, k in zip(self.costs, kept, strict=True)]
-        pairs = {(a, b): t[np.ix_(kept[a], kept[b])] for (a, b), t in self.pairs.items()}
+        pairs = {pair: _taken(t, [kept[v] for v in pair]) for pair, t in self.pairs.items()}
         tables = zip(self.memory, self.scopes, strict=True)
-        memory = [m[np.ix_(*(kept[v] for v in scope))] for m, scope in tables]
+        memory = [_taken(m, [kept[v] for v in scope]) for m, scope in tables]
         return replace(self, costs=costs, pairs=pairs, memory=memory)
+
+
+def _taken(table: Table, kept: list[Indices]) -> Table:
+    """A table with some of the choices of each dim only."""
+    for dim, indices in enumerate(kept):
+        table = table.take(indices, dim)
+    return table
 
 
 @dataclass(slots=True)
