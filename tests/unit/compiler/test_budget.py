@@ -1,7 +1,7 @@
 """What layouts hold, against the arenas of plans, and what is chosen under a limit on it."""
 
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from itertools import pairwise, product
 
 import numpy as np
@@ -61,6 +61,12 @@ def compiled(job, mesh, **target):
         observe=lambda step, _, made: found.append(made) if step == "signatures" else None,
     )
     return plan, found[-1]
+
+
+@cache
+def without_limit():
+    """The plan of the wide layers on four ranks."""
+    return compiled(wide(), "data=4")[0]
 
 
 def arena(plan):
@@ -179,7 +185,7 @@ def test_no_level_of_zero_that_fits_is_predicted_faster():
 
 
 def test_a_limit_that_does_not_bind_changes_nothing():
-    free, _ = compiled(wide(), "data=4")
+    free = without_limit()
     loose, _ = compiled(wide(), "data=4", memory=arena(free))
     assert loose.layouts.limit == arena(free)
     assert replace(loose, layouts=free.layouts) == free
@@ -188,7 +194,7 @@ def test_a_limit_that_does_not_bind_changes_nothing():
 
 @pytest.mark.parametrize("share", [0.8, 0.45])
 def test_the_arena_of_a_plan_keeps_the_limit_by_splitting_what_zero_splits(share):
-    free, _ = compiled(wide(), "data=4")
+    free = without_limit()
     limit = int(share * arena(free))
     plan, placed = compiled(wide(), "data=4", memory=limit)
     assert arena(plan) <= limit
@@ -198,7 +204,7 @@ def test_the_arena_of_a_plan_keeps_the_limit_by_splitting_what_zero_splits(share
 
 
 def test_less_memory_takes_no_less_time():
-    free, _ = compiled(wide(), "data=4")
+    free = without_limit()
     sizes = [int(share * arena(free)) for share in (0.7, 0.5, 0.35)]
     seconds = [compiled(wide(), "data=4", memory=size)[0].layouts.seconds for size in sizes]
     assert all(a <= b for a, b in pairwise(seconds))

@@ -81,14 +81,14 @@ def hold_to_brute_force(seeds, *, exact):
     return outcomes
 
 
-@pytest.mark.parametrize("seeds", [range(i, i + 100) for i in range(0, 300, 100)], ids=str)
+@pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 150, 50)], ids=str)
 def test_it_finds_what_trying_everything_finds_and_proves_it(seeds):
-    assert min(hold_to_brute_force(seeds, exact=True).values()) > 50
+    assert min(hold_to_brute_force(seeds, exact=True).values()) > 25
 
 
 def test_prices_give_bounds_below_what_trying_everything_finds(monkeypatch):
     monkeypatch.setattr(limited, "_SMALL", 0)
-    assert min(hold_to_brute_force(range(300, 350), exact=False).values()) > 20
+    assert min(hold_to_brute_force(range(300, 330), exact=False).values()) > 12
 
 
 def test_what_fits_when_it_is_the_cheapest_is_returned_at_once(monkeypatch):
