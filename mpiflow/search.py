@@ -123,9 +123,13 @@ def _with_default(space: Space, mesh: Mesh, job: Job) -> list[Candidate]:
         space.recompute,
         auto=True,
     )
-    if space.pipeline is None or mesh.stages > 1 or not candidates:
-        return [default, *candidates]
-    return candidates
+    try:
+        default.pipeline.check(mesh, default.micro_batches)
+    except UsageError:
+        if candidates:  # such as a schedule, for which meshes with stages are looked for
+            return candidates
+        raise
+    return [default, *candidates]
 
 
 def _layers(graph: Graph) -> int:
