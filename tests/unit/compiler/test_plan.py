@@ -73,7 +73,6 @@ def test_the_same_job_gives_the_same_bytes_whatever_hash_seed_process_or_folder(
         (tmp_path / name / "job.py").write_text(source)
     first, second = tmp_path / "first", tmp_path / "second" / "deeper"
     plans = {
-        compiled(tmp_path, 0, job="job.py", cwd=first),
         compiled(tmp_path, 1, job=str(second / "job.py"), cwd=tmp_path),
         compiled(tmp_path, 2, job="../second/deeper/job.py", cwd=first),
     }
