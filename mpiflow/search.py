@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from mpiflow.compiler.arrange import Target
+from mpiflow.compiler.blocks import find_blocks
+from mpiflow.compiler.candidates import Candidate, Space
 from mpiflow.compiler.driver import training_graph
 from mpiflow.compiler.estimate import Estimator
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline
 from mpiflow.compiler.recompute import check_recompute
-from mpiflow.compiler.search import PLANS, Candidate, Found, Planned, Progress, Space, search
+from mpiflow.compiler.search import PLANS, Found, Planned, Progress, search
 from mpiflow.compiler.zero import check_level
 from mpiflow.errors import UsageError
 from mpiflow.graph.graph import Graph
@@ -80,7 +82,7 @@ def find_plans(
         zero=given.zero,
         pipeline=given.pipeline,
         recompute=given.recompute,
-        limited=given.memory > 0,
+        recomputable=given.memory > 0 and len(find_blocks(graph, {})) > 1,
     )
 
     def plan(candidate: Candidate, memory: int) -> Plan:
@@ -235,25 +237,26 @@ def _others(found: Found, limit: int) -> Iterator[str]:
     """A line for each reason for which candidates fell out, with a few of them."""
     worse = found.planned[_SHOWN:]
     if worse:
-        last = time_text(worse[-1].seconds)
-        yield f"  {len(worse)} more were planned, with steps of up to {last}"
+        yield f"  {len(worse)} more planned, with steps of up to {time_text(worse[-1].seconds)}"
     if found.slower:
-        yield f"  {len(found.slower)} were estimated to be slower, or to be no better: not planned"
+        yield f"  {len(found.slower)} not planned: estimated to be slower, or no better"
     if found.needless:
         yield (
-            f"  {len(found.needless)} only save memory, of which there is enough: more"
-            " micro-batches, levels of ZeRO, recomputation"
+            f"  {len(found.needless)} not planned: more micro-batches, ZeRO or recomputation, which"
+            " save memory that there is enough of"
         )
     if found.large:
         least, nbytes = min(found.large, key=lambda pair: pair[1])
         yield (
-            f"  {len(found.large)} do not fit {size_text(limit)}, as estimated; the least"
-            f" exceeds it by {size_text(max(nbytes - limit, 0))}: {least}"
+            f"  {len(found.large)} not planned: estimated to be larger than {size_text(limit)};"
+            f" the smallest by {size_text(max(nbytes - limit, 0))}, {least}"
         )
-    for title, group in (("could not be planned", found.failed), ("cannot be cut", found.uncut)):
-        if group:
-            yield f"  {len(group)} {title}"
-            yield from _reasons(group)
+    if found.uncut:
+        yield f"  {len(found.uncut)} not planned: the model cannot be cut like that"
+        yield from _reasons(found.uncut)
+    if found.failed:
+        yield f"  {len(found.failed)} tried, without a plan that fits"
+        yield from _reasons(found.failed)
 
 
 def _reasons(group: tuple[tuple[Candidate, str], ...]) -> Iterator[str]:

@@ -12,25 +12,24 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpiflow.compiler import boxing
 from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.candidates import Candidate
 from mpiflow.compiler.cost import collective_seconds, op_seconds
 from mpiflow.compiler.domains import DATA, Choice
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.pipeline import Pipeline, Sequence
+from mpiflow.compiler.recompute import all_kept
 from mpiflow.compiler.signature import Edge, Placed, choose
 from mpiflow.compiler.stages import Stages, assign_stages
-from mpiflow.compiler.zero import is_backward, split_variables
+from mpiflow.compiler.zero import split_variables
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
 from mpiflow.graph.tensor import Tensor
 from mpiflow.plan.slice import itemsize
-
-if TYPE_CHECKING:
-    from mpiflow.compiler.search import Candidate
 
 _WEIGHT_GRADIENTS = 1 / 3
 """The share of a micro-batch that gradients of weights take: products of the same size thrice."""
@@ -89,7 +88,7 @@ class Estimator:
         self.seconds: dict[tuple[Mesh, Conversion, int], float] = {}
         self.kernels: dict[Any, float] = {}
         self.splittable = split_variables(graph, 1)
-        self.kept = _kept(graph)
+        self.kept = set(all_kept(graph).tensors)
 
     def __call__(self, candidate: Candidate) -> Estimate:
         """The estimate; CompileError where the model cannot be cut like that."""
@@ -264,13 +263,6 @@ def _stages(cut: Stages | None, node: Node) -> Iterable[int]:
 
 def _nbytes(tensor: Tensor, layout: Layout, mesh: Mesh) -> int:
     return prod(local_shape(tensor.shape, layout, mesh)) * itemsize(tensor.dtype)
-
-
-def _kept(graph: Graph) -> set[Tensor]:
-    """What the forward pass makes and the backward pass reads."""
-    backward = [node for node in graph.live() if is_backward(node)]
-    made = {tensor for node in backward for tensor in node.outputs}
-    return {t for node in backward for t in node.inputs if t.node is not None and t not in made}
 
 
 def _bubble(turns: list[float], pipeline: Pipeline) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("tour", "layouts", "ops", "pipelines", "weights")
+DOCUMENTS = ("tour", "layouts", "ops", "pipelines", "search", "weights")
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
 
