@@ -121,7 +121,7 @@ def problems(count):
 
 def test_layouts_are_as_cheap_as_the_best_of_all_and_bounds_are_no_higher(monkeypatch):
     nodes = updates = splits = 0
-    for problem in problems(120):
+    for problem in problems(300):
         totals = all_totals(problem)
         best = totals.min()
         with monkeypatch.context() as narrow:
