@@ -107,6 +107,7 @@ class _Search:
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     uncut: list[tuple[Candidate, str]] = field(default_factory=list)
     planned: list[Planned] = field(default_factory=list)
+    fits: set[Candidate] = field(default_factory=set)
     failed: dict[Candidate, str] = field(default_factory=dict)
     time_factors: dict[Mesh, float] = field(default_factory=dict)
     byte_factors: dict[Mesh, float] = field(default_factory=dict)
@@ -119,11 +120,10 @@ class _Search:
         twin = replace(first, auto=False)
         if twin != first and not self.estimates[first].forced and twin in self.estimates:
             del self.estimates[twin]  # which is the same plan
-        needless = self._needless() - {first}
-        waiting = [c for c in self.estimates if c not in needless and c != first]
+        waiting = [c for c in self.estimates if c != first]
         self._try(first)
         while len(self.planned) + len(self.failed) < self.most:
-            promising = self._most_promising(waiting)
+            promising = self._most_promising([c for c in waiting if not self._is_needless(c)])
             if promising is None:
                 break
             waiting.remove(promising)
@@ -131,14 +131,15 @@ class _Search:
         if not self.planned:
             assert self.reason is not None
             raise self.reason
-        large = [c for c in waiting if not self._may_fit(c)]
+        needless = {c for c in waiting if self._is_needless(c)}
+        large = {c for c in waiting if c not in needless and not self._may_fit(c)}
         return Found(
             tuple(sorted(self.planned, key=lambda p: (p.seconds, p.nbytes))),
             tuple(self.failed.items()),
             tuple(self.uncut),
-            tuple((c, round(self._bytes(c))) for c in large),
-            tuple(c for c in self.estimates if c in needless),
-            tuple(c for c in waiting if c not in set(large)),
+            tuple((c, round(self._bytes(c))) for c in waiting if c in large),
+            tuple(c for c in waiting if c in needless),
+            tuple(c for c in waiting if c not in needless | large),
         )
 
     def _estimate_all(self) -> None:
@@ -151,18 +152,17 @@ class _Search:
                 else:
                     self.uncut.append((candidate, _first_line(error)))
 
-    def _needless(self) -> set[Candidate]:
-        """Those that do nothing but save memory where a like one that saves less fits for sure.
+    def _is_needless(self, candidate: Candidate) -> bool:
+        """Whether it does nothing but save memory where a like one that saves less fits.
 
-        They are more than one micro-batch without stages, recomputation, and levels of ZeRO beyond
-        the first: as that one has less to update, it may be faster than none.
+        That is more than one micro-batch without stages, recomputation, level 2 of ZeRO, and level
+        3 with micro-batches: weights are then gathered as at level 1, once. As level 1 has less to
+        update, it may be faster than none; so may level 3, which gathers while it computes.
         """
-        known = self.estimates
-        return {
-            candidate
-            for candidate in known
-            if any(other in known and self._fits_surely(other) for other in _saving_less(candidate))
-        }
+        return any(
+            other in self.fits or (other in self.estimates and self._fits_surely(other))
+            for other in _saving_less(candidate)
+        )
 
     def _fits_surely(self, candidate: Candidate) -> bool:
         """Without what only the limit asks for."""
@@ -192,6 +192,7 @@ class _Search:
             self.progress(number, candidate, why)
             return
         self.planned.append(made)
+        self.fits.add(candidate)
         self.progress(number, candidate, made)
 
     def _most_promising(self, waiting: list[Candidate]) -> Candidate | None:
@@ -222,8 +223,8 @@ def _factor(known: dict[Mesh, float], mesh: Mesh) -> float:
 
 def _saving_less(candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that are like it, but hold more and take no longer."""
-    if candidate.zero is not None:
-        yield from (replace(candidate, zero=level) for level in range(1, candidate.zero))
+    if candidate.zero == 2 or (candidate.zero == 3 and candidate.micro_batches > 1):
+        yield replace(candidate, zero=1)
     if candidate.recompute is not None:
         yield replace(candidate, recompute=None)
     if candidate.recompute == FULL:
