@@ -20,7 +20,7 @@ import numpy as np
 from mpiflow.compiler.tables import Indices, Pair, Table
 
 _SWEEPS = 60
-_ENOUGH = 1e-5
+_ENOUGH = 3e-6
 """The sweeps end with one that raises the bound by a smaller share."""
 
 

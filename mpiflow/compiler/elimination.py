@@ -22,8 +22,11 @@ from mpiflow.errors import CompileError
 Pairs = dict[Pair, Table]
 _DIRECT, _LARGEST = 10**6, 10**7
 """Joint tables of so many entries are made without finding bounds first, and at all."""
-_NEAR, _EXACT = 1e-6, 1e-9
-"""Shares of the bound: the slack of the choices that are tried first, and rounding."""
+_FIRST = (5e-5, _DIRECT), (1e-6, _LARGEST), (0.0, _LARGEST)
+"""The slack of the choices that are tried first, as a share of the bound, and the largest tables
+for which they are; the first of these that is narrow enough is taken."""
+_EXACT = 1e-9
+"""A share of the bound that is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,14 @@ def _minimise_wide(costs: Costs) -> Solution:
         [tables[number] for number in costs.unary],
         {pair: tables[number] for pair, number in costs.pairs.items()},
     )
-    margin = _NEAR * abs(found.lower)
-    tried = _minimise_among(costs, found, margin, _LARGEST)
-    best = tried or _minimise_among(costs, found, 0.0, _LARGEST)
-    while tried is not None and tried.lower < tried.total:
+    tried, margin = None, 0.0
+    for share, largest in _FIRST:
+        margin = share * abs(found.lower)
+        tried = _minimise_among(costs, found, margin, largest)
+        if tried is not None:
+            break
+    best = tried
+    while tried is not None and margin > 0 and tried.lower < tried.total:
         best, enough = tried, tried.total - found.lower
         margin = min(10 * margin, enough)
         tried = _minimise_among(costs, found, enough, _DIRECT)
@@ -112,7 +119,8 @@ def _order(costs: Costs, largest: int) -> list[int] | None:
                 break
         return entries
 
-    queue = [(joint(v), v) for v, size in enumerate(sizes) if size > 1]
+    now = [joint(v) for v in range(len(sizes))]
+    queue = [(now[v], v) for v, size in enumerate(sizes) if size > 1]
     heapq.heapify(queue)
     left = len(queue)
     order: dict[int, None] = {}
@@ -120,13 +128,14 @@ def _order(costs: Costs, largest: int) -> list[int] | None:
         size, variable = heapq.heappop(queue)
         if size > largest:
             return None
-        if variable in order or size != joint(variable):
+        if variable in order or size != now[variable]:
             continue  # an older entry of one whose neighbours have changed
         order[variable] = None
         for v in around[variable]:
             around[v] |= around[variable]
             around[v] -= {v, variable}
-            heapq.heappush(queue, (joint(v), v))
+            now[v] = joint(v)
+            heapq.heappush(queue, (now[v], v))
     return list(order)
 
 

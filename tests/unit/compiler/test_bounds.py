@@ -3,7 +3,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mpiflow.compiler.bounds import bounds
+from mpiflow.compiler.bounds import _colours, bounds
+from mpiflow.compiler.elimination import minimise
 
 
 def problem(seed, *, tree):
@@ -44,3 +45,18 @@ def test_the_bound_of_a_tree_is_what_the_best_costs():
         best = min(total for _, total in sums(costs, pairs))
         if np.isfinite(best):
             assert bounds(costs, pairs).lower == pytest.approx(best)
+
+
+def test_the_bound_of_a_deep_chain_is_what_the_best_costs():
+    draw = np.random.default_rng(5)
+    costs = [draw.random(4) for _ in range(800)]
+    pairs = {(i, i + 1): draw.random((4, 4)) for i in range(799)}
+    best = minimise(costs, pairs).total
+    assert best * 0.9999 <= bounds(costs, pairs).lower <= best * (1 + 1e-9)
+
+
+def test_variables_of_a_colour_share_no_pairs_and_a_ladder_takes_four_however_long():
+    pairs = [(i, i + step) for i in range(500) for step in (1, 2)]
+    colours = _colours(502, pairs)
+    assert all(colours[a] != colours[b] for a, b in pairs)
+    assert set(colours.tolist()) <= set(range(4))
