@@ -26,7 +26,7 @@ _SMALL, _LARGE = 2_000, 500_000
 """Entries of all tables of a problem that HiGHS solves as a whole, and at most if it has to."""
 _STEPS, _NODES = 24, 500
 """Assignments that the search for prices makes at most, and nodes that HiGHS visits."""
-_CLOSE, _NEAR, _EXACT = 3e-4, 1e-3, 1e-9
+_CLOSE, _NEAR, _EXACT = 1e-3, 1e-3, 1e-9
 """Shares of the sum at which the search for prices ends, that among few choices, that of all."""
 _DEAREST = 1e6
 """The factor by which the highest price may grow until the limit is taken to be impossible."""
