@@ -9,8 +9,8 @@ holds NAME.json.gz; without names, G and B are solved, whose best known costs ar
 Measured on a busy 2-core virtual machine with Python 3.11 and SciPy 1.17, November 2026:
 
     instance       cost  best known  lower bound      gap  memory / limit  seconds
-    G           217,039     217,039      217,039  0.0000%          0.9995     31.8
-    B           532,843     532,843      532,843  0.0000%          0.9839     12.6
+    G           217,039     217,039      217,039  0.0000%          0.9992      7.0
+    B           532,843     532,843      532,843  0.0000%          0.9839      8.7
 """
 
 from __future__ import annotations
