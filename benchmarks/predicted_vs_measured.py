@@ -40,7 +40,7 @@ JOBS = {
 
 LAYOUTS = {
     "data=2": ("data=2", 1, None),
-    "data=2 --zero 3": ("data=2", 1, 3),
+    "data=2, 8 micro-batches": ("data=2", 8, None),
     "model=2": ("model=2", 1, None),
     "stage=2, 1 micro-batch": ("stage=2", 1, None),
     "stage=2, 4 micro-batches": ("stage=2", 4, None),
