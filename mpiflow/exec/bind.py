@@ -1,14 +1,12 @@
 """Bind: from a program to ready-made calls on arrays that exist.
 
-What a step does on one rank is a list of calls in a fixed order: kernels as the compute stream
-fires them, collectives started as soon as their inputs are there and waited for just before their
-first consumer, read slots waited for and given back. Nothing is looked up while a step runs.
-Loops over micro-batches are written out: each firing is a call of its own.
+What a step does on one rank is a list of calls in a fixed order, see `plan.calls`. Nothing is
+looked up while a step runs. Loops over micro-batches are written out: each firing is a call of its
+own.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,8 @@ from mpiflow.exec.transport import Group, Message
 from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
-from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Program, Register, Task
+from mpiflow.plan import calls as calling
+from mpiflow.plan.records import RECEIVE, SEND, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
 
@@ -95,6 +94,7 @@ class Binder:
             raise PlanError(f"program {program.name} has registers of different slot counts")
         turns = program.micro_batches
         self.phases = lcm(turns, *slots) // turns
+        self.order = calling.calls_of(self.program, self.registers)
 
     def views(self, phase: int) -> dict[str, np.ndarray]:
         """An array for every register and variable, in the slot of this phase."""
@@ -113,9 +113,29 @@ class Binder:
 
     def step(self, phase: int, wait_read: Callable[[int], None], give_back: Call) -> Step:
         """The calls of a step in this phase; `wait_read` is told the micro-batch to wait for."""
-        walk = _Walk(self, self.views(phase), wait_read, give_back)
-        walk.run()
-        return Step(tuple(walk.calls), tuple(walk.tasks))
+        views = self.views(phase)
+        messages: dict[str, Message] = {}
+        calls: list[Call] = []
+        for action, task in self.order:
+            match action:
+                case calling.KERNEL:
+                    calls.append(self.kernel(task, views))
+                case calling.START:
+                    messages[task.name] = message = self._message(task, views)
+                    calls.append(message.start)
+                case calling.WAIT:
+                    calls.append(partial(messages.pop(task.name).wait, self.check))
+                case calling.FREE:
+                    calls.append(give_back)
+                case _:
+                    calls.append(partial(wait_read, task.micro))
+        return Step(tuple(calls), tuple(task for _, task in self.order))
+
+    def _message(self, task: Task, views: dict[str, np.ndarray]) -> Message:
+        if task.kind in (SEND, RECEIVE):
+            return bind_message(task, views, self.groups[STAGE])
+        group = self.groups[task.axis]
+        return bind_collective(task, self.rank, self.registers, views, self.arena, group)
 
     def kernel(self, task: Task, views: dict[str, np.ndarray]) -> Call:
         """A compute task as a call without arguments."""
@@ -136,164 +156,3 @@ class Binder:
 
     def _start(self, name: str) -> tuple[int, ...]:
         return tuple(start for start, _ in self.boxes[name])
-
-
-class _Walk:
-    """Merges the streams that one thread serves into one list of calls."""
-
-    def __init__(
-        self,
-        binder: Binder,
-        views: dict[str, np.ndarray],
-        wait_read: Callable[[int], None],
-        give_back: Call,
-    ) -> None:
-        self.binder, self.views = binder, views
-        self.wait_read, self.give_back = wait_read, give_back
-        program = binder.program
-        self.tasks_by_name = {task.name: task for task in program.tasks}
-        self.needs = program.needs()
-        order = dict(program.order)
-        self.compute = [program.tasks[i] for i in order.get(COMPUTE, ())]
-        self.queues = {
-            stream: [program.tasks[i] for i in indices]
-            for stream, indices in order.items()
-            if stream not in (COMPUTE, READ, WRITE)
-        }
-        self.unused = deque(self._users_of_reads())
-        self.uses: dict[str, list[set[str]]] = {}  # of each task, the sets above that it is in
-        for users in self.unused:
-            for name in users:
-                self.uses.setdefault(name, []).append(users)
-        self.started: dict[str, list[tuple[Task, Message]]] = {s: [] for s in self.queues}
-        self.done: set[str] = set()
-        self.sending = False
-        self.calls: list[Call] = []
-        self.tasks: list[Task] = []
-
-    def run(self) -> None:
-        """Walk the compute stream; what is left of the others follows."""
-        self._start_ready()
-        for task in self.compute:
-            for name in self.needs[task.name]:
-                self._complete(name)
-            self._emit(task, self.binder.kernel(task, self.views))
-            self._finish(task)
-            self._start_ready()
-        for stream, queue in self.queues.items():
-            while queue or self.started[stream]:
-                self._complete((queue or [self.started[stream][-1][0]])[-1].name)
-
-    def _users_of_reads(self) -> list[set[str]]:
-        """The tasks that use what each read gives, in the order of the reads."""
-        tasks = self.binder.program.tasks
-        reads = [t for t in tasks if t.stream == READ]
-        number = {name: k for k, read in enumerate(reads) for name in read.outputs}
-        users: list[set[str]] = [set() for _ in reads]
-        for task in tasks:
-            for name in number.keys() & task.inputs:
-                users[number[name]].add(task.name)
-        return users
-
-    def _finish(self, task: Task) -> None:
-        """The task is done; give back the slots that nobody needs any more, the oldest first."""
-        self.done.add(task.name)
-        for users in self.uses.get(task.name, ()):
-            users.remove(task.name)
-        while self.unused and not self.unused[0]:
-            self.unused.popleft()
-            self._emit(task, self.give_back)
-
-    def _emit(self, task: Task, call: Call) -> None:
-        self.calls.append(call)
-        self.tasks.append(task)
-
-    def _complete(self, name: str) -> None:
-        """Emit what it takes for a task to be done."""
-        if name in self.done:
-            return
-        task = self.tasks_by_name[name]
-        if task.stream == READ:
-            self._emit(task, partial(self.wait_read, task.micro))
-            self.done.add(name)
-            return
-        queue = self.queues[task.stream]
-        while task in queue:
-            self._start(queue[0])
-        self._wait_up_to(task)
-
-    def _start_ready(self) -> None:
-        """Start every collective whose turn it is and whose inputs are there."""
-        for queue in self.queues.values():
-            while queue and all(name in self.done for name in self.needs[queue[0].name]):
-                self._start(queue[0])
-
-    def _start(self, task: Task) -> None:
-        """Start a task as soon as what it needs is done, unless a send has had to do so by then."""
-        for name in self.needs[task.name]:
-            self._complete(name)
-        running = self.started[task.stream]
-        for earlier, _ in list(running):
-            if task.kind == "collective" and self._touch(earlier, task):
-                self._wait_up_to(earlier)
-        if task not in self.queues[task.stream]:
-            return
-        self.queues[task.stream].remove(task)
-        exchange = self._bound(task)
-        running.append((task, exchange))
-        self._emit(task, exchange.start)
-
-    def _bound(self, task: Task) -> Message:
-        binder = self.binder
-        if task.kind in (SEND, RECEIVE):
-            return bind_message(task, self.views, binder.groups[STAGE])
-        return bind_collective(
-            task, binder.rank, binder.registers, self.views, binder.arena, binder.groups[task.axis]
-        )
-
-    def _send_computed(self) -> None:
-        """Start every send of what is computed, as another stage may wait for it.
-
-        This comes before every wait: the stages that are waited for get all that they can have.
-        First what needs no other wait, then what comes out of collectives, which all ranks of the
-        stage can end, and last what fills memory that has to be sent before.
-        """
-        if self.sending:
-            return
-        self.sending = True
-        for kinds in ((), ("collective",), ("collective", SEND)):
-            for stream, queue in self.queues.items():
-                while stream.startswith(SEND) and queue and self._is_computed(queue[0], kinds):
-                    self._start(queue[0])
-        self.sending = False
-
-    def _is_computed(self, task: Task, kinds: tuple[str, ...]) -> bool:
-        """Whether nothing is missing for a task but some of these kinds that can be completed."""
-        missing = [self.tasks_by_name[name] for name in self.needs[task.name]]
-        missing = [need for need in missing if need.name not in self.done]
-        return all(need.kind in kinds and self._is_computed(need, kinds) for need in missing)
-
-    def _wait_up_to(self, task: Task) -> None:
-        """Wait for a collective and all before it on its stream, in order."""
-        self._send_computed()
-        running = self.started[task.stream]
-        while task.name not in self.done:
-            first, collective = running.pop(0)
-            self._emit(first, partial(collective.wait, self.binder.check))
-            self._finish(first)
-
-    def _touch(self, a: Task, b: Task) -> bool:
-        """Whether two tasks use the same memory, so that they may not overlap in time."""
-        return any(
-            x < b_stop and b_start < x_stop
-            for x, x_stop in self._memory(a)
-            for b_start, b_stop in self._memory(b)
-        )
-
-    def _memory(self, task: Task) -> list[tuple[int, int]]:
-        spans = [
-            (r.offset, r.offset + r.nbytes * r.slots)
-            for r in (self.binder.registers[n] for n in (*task.inputs, *task.outputs))
-        ]
-        offset, nbytes = task.workspace
-        return [*spans, (offset, offset + nbytes)]

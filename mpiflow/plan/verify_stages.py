@@ -16,6 +16,7 @@ from mpiflow.plan.join import joined
 from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
 from mpiflow.plan.runs import runs_of
 from mpiflow.plan.unroll import enough
+from mpiflow.plan.verify_calls import check_calls
 from mpiflow.plan.verify_layout import label
 from mpiflow.plan.verify_order import in_turn, waits_of
 
@@ -69,6 +70,7 @@ def check_together(plan: Plan) -> None:
         _check_same_steps(programs)
         _check_messages(plan, programs)
         _check_ends(plan, name, max(map(enough, programs)))
+        check_calls(plan, programs, max(map(enough, programs)))
 
 
 def _check_ends(plan: Plan, name: str, micro_batches: int) -> None:
