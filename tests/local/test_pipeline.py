@@ -102,7 +102,7 @@ def test_an_infinity_in_one_micro_batch_skips_the_step_on_all_stages():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_steady_steps_of_stages_allocate_no_array(schedule):
-    """Of activations of 64 KB each."""
+    """Of activations of 256 KB each; NumPy has buffers of 32 KB, for each of the two ranks here."""
 
     def build(batch):
         x = mf.cast(batch["x"], "float32")
@@ -110,7 +110,7 @@ def test_steady_steps_of_stages_allocate_no_array(schedule):
             x = mf.tanh(nn.Dense(128, name=f"layer{i}")(x))
         return {"loss": mf.mean(mf.square(nn.Dense(1, name="out")(x)))}
 
-    made, rows = job(build, 512, 4), arrays(512, 2)
+    made, rows = job(build, 2048, 4), arrays(2048, 2)
     plan = compile_arrays("stage=2", made, rows, pipeline=Pipeline(schedule))
     window, warm = 10, 20
 
@@ -131,9 +131,9 @@ def test_steady_steps_of_stages_allocate_no_array(schedule):
 
     tracemalloc.start()
     try:
-        for found in on_ranks(plan, work, {"train": MemoryReader(rows, 512)}):
+        for found in on_ranks(plan, work, {"train": MemoryReader(rows, 2048)}):
             grown, peaks = zip(*found, strict=True)
             assert min(grown) < 100 * window
-            assert min(peaks) < 50_000
+            assert min(peaks) < 150_000
     finally:
         tracemalloc.stop()
