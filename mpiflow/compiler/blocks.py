@@ -22,6 +22,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mpiflow.compiler.forward import needing_both
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.tensor import Tensor, is_float
 from mpiflow.plan.slice import itemsize
@@ -47,28 +48,10 @@ def tensor_bytes(tensor: Tensor) -> int:
     return prod(tensor.shape) * itemsize(tensor.dtype)
 
 
-def forward_nodes(graph: Graph) -> list[Node]:
-    """The nodes before the backward pass that it, an output or an assignment depends on."""
-    live = graph.live()
-    used = {*live, *(graph.origins[node] for node in live if node in graph.origins)}
-    nodes = [node for node in graph.nodes if node in used and node not in graph.updates]
-    first = next((i for i, node in enumerate(nodes) if node in graph.origins), len(nodes))
-    return nodes[:first]
-
-
 def activation_nodes(graph: Graph) -> list[Node]:
     """The forward nodes that depend on the batch and on a weight, in order."""
-    batch = set(graph.inputs.values())
-    weights = {v.tensor for v in graph.variables.values() if is_float(v.tensor.dtype)}
-    found = []
-    for node in forward_nodes(graph):
-        depends = [not source.isdisjoint(node.inputs) for source in (batch, weights)]
-        for source, does in zip((batch, weights), depends, strict=True):
-            if does:
-                source.update(node.outputs)
-        if all(depends):
-            found.append(node)
-    return found
+    variables = (v.tensor for v in graph.variables.values())
+    return needing_both(graph, (tensor for tensor in variables if is_float(tensor.dtype)))
 
 
 def find_blocks(graph: Graph, pieces: Mapping[Node, int]) -> tuple[Block, ...]:

@@ -20,6 +20,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mpiflow.compiler.forward import forward_nodes, needing_both
 from mpiflow.compiler.signature import Placed
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
@@ -113,7 +114,7 @@ def assign_stages(
     least are taken. CompileError where there are fewer nodes than pieces, or pins contradict.
     """
     count = stages * virtual
-    nodes = _needing_both(graph)
+    nodes = _cut_nodes(graph)
     if len(nodes) < count:
         raise CompileError(
             f"the model has {len(nodes)} nodes that depend on the batch and on variables; they"
@@ -138,7 +139,7 @@ def assign_like(graph: Graph, trained: Stages) -> Stages:
     """
     variables = {tensor.name: chunks for tensor, chunks in trained.variables.items()}
     kept = {v.tensor: variables[name] for name, v in graph.variables.items()}
-    both, chunks = set(_needing_both(graph)), dict[Node, int]()
+    both, chunks = set(_cut_nodes(graph)), dict[Node, int]()
     reached: dict[Tensor, set[Tensor]] = {tensor: {tensor} for tensor in kept}
     for node in graph.live():
         read = set[Tensor]().union(*(reached.get(t, ()) for t in node.inputs))
@@ -152,31 +153,9 @@ def assign_like(graph: Graph, trained: Stages) -> Stages:
     return spread.stages(trained.count, trained.stages, dict.fromkeys(both, 0.0))
 
 
-def _forward(graph: Graph) -> list[Node]:
-    """The nodes before the first of the backward pass that are live, or lead the way for some.
-
-    Of what is differentiated the value itself may be of no use, as that of a scaled loss.
-    """
-    live = graph.live()
-    used = {*live, *(graph.origins[node] for node in live if node in graph.origins)}
-    nodes = [node for node in graph.nodes if node in used]
-    first = next((i for i, node in enumerate(nodes) if node in graph.origins), len(nodes))
-    return [node for node in nodes[:first] if node not in graph.updates]
-
-
-def _needing_both(graph: Graph) -> list[Node]:
-    """The forward nodes that depend on the batch and on a variable."""
-    batch = set(graph.inputs.values())
-    variables = {v.tensor for v in graph.variables.values()}
-    found = []
-    for node in _forward(graph):
-        needs = [not source.isdisjoint(node.inputs) for source in (batch, variables)]
-        for source, need in zip((batch, variables), needs, strict=True):
-            if need:
-                source.update(node.outputs)
-        if all(needs):
-            found.append(node)
-    return found
+def _cut_nodes(graph: Graph) -> list[Node]:
+    """What is cut: the forward nodes that depend on the batch and on a variable."""
+    return needing_both(graph, (v.tensor for v in graph.variables.values()))
 
 
 def _crossing(nodes: list[Node]) -> NDArray[np.float64]:
@@ -274,7 +253,7 @@ class _Spread:
 
     def stages(self, count: int, stages: int, seconds: dict[Node, float]) -> Stages:
         """All of it; whatever nobody needs anywhere is on the last piece."""
-        forward = _forward(self.graph)
+        forward = forward_nodes(self.graph)
         for node in reversed(forward):
             if node not in self.cut:
                 self.chunks[node] = self._wanted(node)
