@@ -47,6 +47,7 @@ from mpiflow.compiler.lower import lower_initialise, lower_save
 from mpiflow.compiler.memory import Packed, plan_memory
 from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
+from mpiflow.compiler.pipeline import stream_count
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
 from mpiflow.compiler.signature import choose
@@ -54,9 +55,10 @@ from mpiflow.compiler.stages import assign_like, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.compiler.zero import level_note
-from mpiflow.errors import JobError
+from mpiflow.errors import CompileError, JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph, Node
+from mpiflow.graph.sbp import B
 from mpiflow.job import Job
 from mpiflow.optim import average_name
 from mpiflow.plan.records import (
@@ -305,11 +307,30 @@ class _Compiler:
         for program, rows in sizes:
             graph = self._traced(program, data, rows, training=False)
             _same_variables(graph, variables)
-            placed = choose(graph, self.inside, self.machine, layouts, limit=limit)
+            timing = self._evaluation_timing(graph, rows)
+            self.observe("micro-batches", program, timing or f"one micro-batch of {rows} rows")
+            mesh = self.inside.in_time(timing.micro_batches if timing else 1)
+            fixed = {n: (B,) * mesh.timed + layout for n, layout in layouts.items()}
+            placed = choose(graph, mesh, self.machine, fixed, timing=timing, limit=limit)
             self.observe("signatures", program, placed)
             stages = train.stages and assign_like(graph, train.stages)
-            steps.append(make_step(placed, name, rows, self.target, None, stages))
+            steps.append(make_step(placed, name, rows, self.target, timing, stages, forward=True))
         return steps
+
+    def _evaluation_timing(self, graph: Graph, rows: int) -> Timing | None:
+        """With pipeline stages, evaluations are cut as training is, or as nearly as rows allow."""
+        count = stream_count(self.mesh, rows, self.job.micro_batches)
+        if count == 1:
+            return None
+        try:
+            return divide(graph, count)
+        except CompileError as error:
+            why = str(error).partition("\n")[0]
+            self.notes.append(
+                f"{graph.name} is not cut into micro-batches, so its stages wait for one another:"
+                f" {why}"
+            )
+            return None
 
     def _finish(self, step: Step, packed: list[Packed]) -> Plan:
         train, placed, graph = self.data["train"], step.placed, step.placed.graph

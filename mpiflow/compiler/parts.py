@@ -17,7 +17,10 @@ from mpiflow.plan.records import Program, Variable
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A traced graph with its layouts, its stages and the messages between them."""
+    """A traced graph with its layouts, its stages and the messages between them.
+
+    One that is only `forward` has no backward pass, as evaluations and predictions.
+    """
 
     placed: Placed
     data: str
@@ -27,6 +30,7 @@ class Step:
     stages: Stages | None = None
     messages: tuple[Transfer, ...] = ()
     zero: int = 0
+    forward: bool = False
 
     def part(self, stage: int) -> Placed:
         """The nodes, variables and fields of one stage; everything, where there are none."""
@@ -61,7 +65,12 @@ class Step:
         pipeline = self.target.pipeline
         sequence: Sequence = ()
         if self.timing:
-            sequence = pipeline.sequence(stage, self.stages.stages, self.timing.micro_batches)
+            stages, count = self.stages.stages, self.timing.micro_batches
+            sequence = (
+                pipeline.streaming(stages, count)
+                if self.forward
+                else pipeline.sequence(stage, stages, count)
+            )
         return StageWork(
             stage,
             tuple(m for m in self.messages if m.target == stage),
@@ -123,9 +132,11 @@ def make_step(
     timing: Timing | None = None,
     stages: Stages | None = None,
     zero: int = 0,
+    *,
+    forward: bool = False,
 ) -> Step:
     """A step, with the messages that its stages need, to be lowered at a level of `zero`."""
     messages: tuple[Transfer, ...] = ()
     if stages is not None:
         messages = transfers(placed, stages, timing, target.mesh, target.machine)
-    return Step(placed, data, rows, target, timing, stages, messages, zero).in_lanes()
+    return Step(placed, data, rows, target, timing, stages, messages, zero, forward).in_lanes()

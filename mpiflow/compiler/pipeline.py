@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mpiflow.compiler.domains import DATA
 from mpiflow.errors import UsageError
 from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.sbp import B
@@ -71,6 +72,10 @@ class Pipeline:
             return _interleaved(stage, stages, micro_batches, self.virtual)
         return _one_forward_one_backward(stages - stage + self.ahead, micro_batches)
 
+    def streaming(self, stages: int, micro_batches: int) -> Sequence:
+        """The segments of any stage, in turn, where there is no backward pass."""
+        return _pieces_in_groups(stages, micro_batches, self.virtual)
+
 
 ONE_FORWARD_ONE_BACKWARD = Pipeline()
 """What stages do unless asked for something else."""
@@ -103,18 +108,34 @@ def _zero_bubble(stage: int, stages: int, count: int) -> Sequence:
 
 def _interleaved(stage: int, stages: int, count: int, virtual: int) -> Sequence:
     """Pieces in groups of as many micro-batches as there are stages (Megatron-LM's order)."""
-    forward = [
-        (piece, k)
-        for base in range(0, count, stages)
-        for piece in range(virtual)
-        for k in range(base, base + stages)
-    ]
-    backward = [(virtual + piece, k) for piece, k in forward]  # the pieces the other way round
+    forward = _pieces_in_groups(stages, count, virtual)
+    backward = tuple((virtual + piece, k) for piece, k in forward)  # the pieces the other way round
     first = min(len(forward), 2 * (stages - stage - 1) + (virtual - 1) * stages)
-    found = forward[:first]
+    found = list(forward[:first])
     for one, other in zip(forward[first:], backward, strict=False):
         found += [one, other]
     return (*found, *backward[len(forward) - first :])
+
+
+def _pieces_in_groups(stages: int, count: int, virtual: int) -> Sequence:
+    """Forward through all pieces: each for as many micro-batches as there are stages, in turn."""
+    return tuple(
+        (piece, k)
+        for base in range(0, count, stages)
+        for piece in range(virtual)
+        for k in range(base, min(base + stages, count))
+    )
+
+
+def stream_count(mesh: Mesh, rows: int, most: int) -> int:
+    """Micro-batches of a step without a backward pass: 1 without stages, else `most` if they can.
+
+    They divide the rows, and leave one to each rank of a stage that may split them.
+    """
+    if mesh.stages == 1:
+        return 1
+    parts = dict(mesh.axes).get(DATA, 1)
+    return max((n for n in range(1, most + 1) if not rows % n and n * parts <= rows), default=1)
 
 
 def in_flight(sequence: Sequence, first: int | None = None, last: int | None = None) -> int:

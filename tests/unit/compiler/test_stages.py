@@ -288,6 +288,39 @@ def test_an_evaluation_is_cut_where_training_is():
             assert read <= trained
 
 
+def test_evaluations_stream_through_the_stages_in_as_many_micro_batches_as_rows_allow():
+    def counts(mesh, micro_batches, test_rows):
+        made = replace(classifier(64, hidden="B"), micro_batches=micro_batches)
+        plan = compile_for(mesh, made, test_rows=test_rows)
+        return [
+            {p.micro_batches for p in plan.programs if p.name == name}
+            for name in ("evaluate", "evaluate_tail")
+        ]
+
+    assert counts("stage=2", 8, 64 + 12) == [{8}, {6}]
+    assert counts("stage=2", 4, 64 + 13) == [{4}, {1}]
+    assert counts("stage=2,data=4", 8, 64 + 12) == [{8}, {3}]  # a row for each rank
+    assert counts("stage=2", 1, 64 + 12) == [{1}, {1}]
+    assert counts("data=2", 8, 64 + 12) == [{1}, {1}]  # which would only take longer
+
+
+def test_an_evaluation_that_needs_the_whole_batch_is_not_cut_and_says_so():
+    def model(batch):
+        x = mf.tanh(nn.Dense(7, name="first")(mf.cast(batch["image"], "float32")))
+        x = nn.Dense(7, name="second")(x)
+        found = {"loss": mf.mean(mf.square(x))}
+        if not mf.is_training():
+            found["spread"] = mf.mean(mf.square(x - mf.mean(x)))
+        return found
+
+    data = mf.Dataset("train-*.h5", batch=24)
+    made = mf.Job("spread", model, train=data, evaluate=data, optimizer=mf.SGD(lr=0.1),
+                  micro_batches=4)  # fmt: skip
+    plan = compile_for("stage=2", made, test_rows=24)
+    assert {p.micro_batches for p in plan.programs if p.name == "evaluate"} == {1}
+    assert any("evaluate is not cut into micro-batches" in note for note in plan.notes)
+
+
 def test_a_stage_goes_through_no_loop_that_only_others_need():
     """Weights are read on both stages; their sum, in a loop of its own, on the second alone."""
 

@@ -8,8 +8,11 @@ from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Setting
 TIMED = (S(0), B)
 
 
-def balanced(stages, count, schedule, virtual, forward, backward, weights, hop=0.0):
-    """A plan whose stages take these seconds for a micro-batch, all pieces together."""
+def balanced(stages, count, schedule, virtual, forward, backward, weights, hop=0.0, trained=True):
+    """A plan whose stages take these seconds for a micro-batch, all pieces together.
+
+    One that is not trained has its forward pass alone.
+    """
     pipeline = Pipeline(schedule, virtual)
     seconds = [each / virtual for each in (forward, backward, weights)]
     programs = []
@@ -19,6 +22,7 @@ def balanced(stages, count, schedule, virtual, forward, backward, weights, hop=0
             for piece in range(virtual)
             for task in _piece(stage, piece, stages, virtual, seconds, hop,
                                apart=schedule == "zero-bubble")
+            if trained or task.segment < virtual
         ]  # fmt: skip
         tasks.sort(key=lambda task: task.segment)
         registers = [
@@ -30,7 +34,8 @@ def balanced(stages, count, schedule, virtual, forward, backward, weights, hop=0
         )
         program = Program(
             "train", count, tuple(registers), tuple(tasks), order, micro_batches=count,
-            stage=stage, sequence=pipeline.sequence(stage, stages, count),
+            stage=stage, sequence=pipeline.sequence(stage, stages, count) if trained
+            else pipeline.streaming(stages, count),
         )  # fmt: skip
         programs.append(with_slots(program))
     return Plan(

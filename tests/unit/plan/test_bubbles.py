@@ -55,6 +55,19 @@ def test_gradients_of_weights_fill_the_bubble(stages, count, seconds):
     assert found == pytest.approx(wanted, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("stages", "count", "virtual"), [(2, 2, 1), (4, 9, 1), (8, 16, 2), (3, 4, 3)]
+)
+def test_an_evaluation_streams_through_the_stages(stages, count, virtual):
+    """The bubble is (p - 1) / (v m + p - 1) of a step, also for a last group that is not full."""
+    plan = balanced(stages, count, "1f1b" if virtual == 1 else "interleaved", virtual, 1, 1, 1,
+                    trained=False)  # fmt: skip
+    found = simulate(plan, steps=2)
+    missing = -count % stages if virtual > 1 else 0  # the last group takes as long as a full one
+    wanted = count + missing * (virtual - 1) / virtual + (stages - 1) / virtual
+    assert found.step_seconds == pytest.approx(wanted, abs=1e-9)
+
+
 def kept(plan, stage):
     """How many micro-batches' activations a stage has slots for, of all its pieces."""
     program = plan.programs[stage]
