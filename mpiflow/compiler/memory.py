@@ -19,9 +19,9 @@ from itertools import pairwise
 from mpiflow.compiler.pack import WORTH, Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
+from mpiflow.plan.places import AHEAD, D2H, PINNED, workspace_space
 from mpiflow.plan.records import (
     COMPUTE,
-    READ,
     RECEIVE,
     SEND,
     WRITE,
@@ -40,16 +40,21 @@ class Block:
     nbytes: int
     start: int
     stop: int
+    space: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Programs and variables with offsets. `lower_bound` is what live buffers alone would need."""
+    """Programs and variables with offsets. `lower_bound` is what live buffers alone would need.
+
+    `pinned` is the size of the arena of pinned memory, 0 in a plan for the host.
+    """
 
     variables: tuple[Variable, ...]
     programs: tuple[Program, ...]
     nbytes: int
     lower_bound: int
+    pinned: int = 0
 
     @property
     def notes(self) -> list[str]:
@@ -77,36 +82,55 @@ def plan_memory(variables: tuple[Variable, ...], programs: tuple[Program, ...]) 
     for variable in variables:
         placed.append(replace(variable, offset=cursor))
         cursor = align(cursor + variable.nbytes)
-    lasting: list[dict[str, int]] = []
+    names = {v.name for v in variables}
+    programs = tuple(share_inputs(program, names) for program in programs)
+    offsets, lower = _place(programs, "", cursor)
+    pinned, _ = _place(programs, PINNED, 0)
+    finished = [
+        _with_offsets(program, {**a, **b})
+        for program, a, b in zip(programs, offsets, pinned, strict=True)
+    ]
+    top = max((v.offset + v.nbytes for v in placed), default=0)
+    top = max(top, _top(finished, ""))
+    return Packed(tuple(placed), tuple(finished), top, lower, _top(finished, PINNED))
+
+
+def _place(
+    programs: tuple[Program, ...], space: str, cursor: int
+) -> tuple[list[dict[str, int]], int]:
+    """Offsets in one space, from `cursor` on, for each program; and what they need at least."""
+    found: list[dict[str, int]] = []
     for program in programs:
         offsets = {}
         for register in _lasting(program):
-            offsets[register.name] = cursor
-            cursor = align(cursor + register.nbytes * register.slots)
-        lasting.append(offsets)
-    names = {v.name for v in variables}
-    programs = tuple(share_inputs(program, names) for program in programs)
-    blocks = [blocks_of(p, set(offsets)) for p, offsets in zip(programs, lasting, strict=True)]
+            if register.space == space:
+                offsets[register.name] = cursor
+                cursor = align(cursor + register.nbytes * register.slots)
+        found.append(offsets)
+    blocks = [
+        [b for b in blocks_of(p, {r.name for r in _lasting(p)}) if b.space == space]
+        for p in programs
+    ]
     buffers = [[Buffer(b.nbytes, b.start, b.stop) for b in each] for each in blocks]
     least = max((lower_bound(each) for each in buffers), default=0)
-    finished = []
-    for program, offsets, mine, each in zip(programs, lasting, blocks, buffers, strict=True):
+    for offsets, mine, each in zip(found, blocks, buffers, strict=True):
         # Programs use this memory one after another: none need be below what another needs.
         for block, place in zip(mine, pack(each, enough=least).offsets, strict=True):
             offsets.update((name, cursor + place + inner) for name, inner in block.parts)
-        finished.append(_with_offsets(program, offsets))
-    return Packed(tuple(placed), tuple(finished), _top(placed, finished), cursor + least)
+    return found, cursor + least
 
 
-def _top(variables: list[Variable], programs: list[Program]) -> int:
-    """How far into the arena anything reaches: the predicted peak."""
-    registers = [*variables, *(r for p in programs for r in p.registers)]
-    ends = [r.offset + r.nbytes * r.slots for r in registers]
-    return max([*ends, *(sum(t.workspace) for p in programs for t in p.tasks)], default=0)
+def _top(programs: list[Program], space: str) -> int:
+    """How far into an arena anything reaches: the predicted peak."""
+    ends = [
+        r.offset + r.nbytes * r.slots for p in programs for r in p.registers if r.space == space
+    ]
+    spaces = [(workspace_space(t.route), sum(t.workspace)) for p in programs for t in p.tasks]
+    return max([*ends, *(end for where, end in spaces if where == space)], default=0)
 
 
 def _lasting(program: Program) -> list[Register]:
-    names = {n for t in program.tasks if t.stream == READ for n in t.outputs}
+    names = {n for t in program.tasks if t.stream in AHEAD for n in t.outputs}
     names |= {n for t in program.tasks if t.stream == WRITE for n in t.inputs}
     return [r for r in program.registers if r.name in names]
 
@@ -232,6 +256,9 @@ def share_inputs(program: Program, variables: set[str]) -> Program:
         if register.aliases:  # an in-place collective keeps its pair to itself
             reserved.update((name, register.aliases))
     for task in program.tasks:
+        if task.kind == D2H and len(task.inputs) > 1:  # of one piece, as what it is copied for
+            reserved.update(task.inputs)
+    for task in program.tasks:
         if task.kind != "compute":
             continue
         for i, j in build_op(task.op, task.attributes).inplace:
@@ -268,8 +295,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
                 _extend(life, root[name], *times.use(task, registers[name]))
     for output in program.outputs:
         _extend(life, root[output.register], times.end, times.end)
-    joined = {n: t.inputs for t in program.tasks if len(t.outputs) > 1 and t.op == "all_reduce"
-              for n in t.inputs}  # fmt: skip
+    joined = {name: group for group in _buckets(program) for name in group}
     life = {name: times.whole_segments(*span) for name, span in life.items()}
     blocks = []
     seen: set[str] = set()
@@ -283,8 +309,16 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
     for task in program.tasks:
         if task.workspace[1]:
             start, stop = times.within(task, times.start[task.name], times.done[task.name])
-            blocks.append(Block(((_scratch(task), 0),), task.workspace[1], start, stop))
+            space = workspace_space(task.route)
+            blocks.append(Block(((_scratch(task), 0),), task.workspace[1], start, stop, space))
     return blocks
+
+
+def _buckets(program: Program) -> list[tuple[str, ...]]:
+    """Registers that lie side by side: those of a fused all_reduce, and those copied for one."""
+    reduced = [t.inputs for t in program.tasks if len(t.outputs) > 1 and t.op == "all_reduce"]
+    wanted = set(reduced)
+    return reduced + [t.inputs for t in program.tasks if t.kind == D2H and t.outputs in wanted]
 
 
 def _root(registers: dict[str, Register], name: str) -> str:
@@ -311,4 +345,4 @@ def _block(
         parts += [(name, offset) for name in sharing[member]]
         offset += registers[member].nbytes * registers[member].slots
     starts, stops = zip(*(life[member] for member in members), strict=True)
-    return Block(tuple(parts), offset, min(starts), max(stops))
+    return Block(tuple(parts), offset, min(starts), max(stops), registers[members[0]].space)

@@ -25,6 +25,8 @@ _WAITS = {
     "comm": "waiting for collectives",
     "send": "waiting for messages to leave",
     "receive": "waiting for other stages",
+    "h2d": "waiting for copies to the device",
+    "d2h": "waiting for copies to the host",
     "read": "waiting for reads",
     "write": "waiting for writes",
 }
@@ -81,7 +83,7 @@ def breakdowns(a: Plan, b: Plan) -> list[Breakdown]:
 
 def _largest(plan: Plan) -> Plan:
     """The pipeline stage whose arena is largest."""
-    return max(plan.stages(), key=lambda stage: sum(nbytes for _, nbytes in stage.arenas))
+    return max(plan.stages(), key=lambda stage: stage.arena())
 
 
 def _moment(at: Peak) -> str:

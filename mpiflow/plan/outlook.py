@@ -1,6 +1,7 @@
 """What a simulation says of a step, in figures: for each stage, and of all; the items are the step.
 
-step = computing + waiting for other stages + for collectives + for input + for writes + other
+step = computing + waiting for other stages + for collectives + for copies to or from the device +
+       for input + for writes + other
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from mpiflow.plan.records import Plan
 from mpiflow.plan.simulator import LaneTimes, Simulation, simulate
 
-ITEMS = ("computing", "stages", "collectives", "input", "writes", "idle")
+ITEMS = ("computing", "stages", "collectives", "copies", "input", "writes", "idle")
 """What a step is made of, as compute sees it: its own work, and what it waits for."""
 
 
@@ -78,10 +79,10 @@ def _row(plan: Plan, one: LaneTimes) -> Row:
         one.computing,
         waits["receive"] + waits["send"],
         waits["comm"],
+        waits["h2d"] + waits["d2h"],
         waits["read"],
         waits["write"],
         waits["compute"],
     )
-    arenas = dict(plan.arenas)
-    arena = arenas.get(f"host.{one.lane.stage}", arenas["host"])
+    arena = plan.at_stage(one.lane.stage).arena()
     return Row(one.lane.label, one.lane.ranks, tuple(zip(ITEMS, items, strict=True)), arena)

@@ -1,4 +1,4 @@
-"""What the arena of a plan holds when it is fullest, by class and by tensor.
+"""What the arena of a plan, that of kernels, holds when it is fullest: by class and by tensor.
 
 The moment is one of the order in which tasks can run; as no two buffers that live at once share a
 byte, what lives then is at most the arena. What it leaves is room that other moments need. A loop
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
-from mpiflow.plan.records import READ, WRITE, Plan, Program, Register, Task, Variable
+from mpiflow.plan.places import AHEAD, H2D, workspace_space
+from mpiflow.plan.records import WRITE, Plan, Program, Register, Task, Variable
 from mpiflow.plan.unroll import enough, folded, unroll
 from mpiflow.plan.verify_order import in_turn, waits_of
 
@@ -65,7 +66,7 @@ def peak(plan: Plan) -> Peak:
     lasting = [_Span(v.offset, v.nbytes, state[v.name], v.name, v.where) for v in plan.variables]
     lasting += [span for program in plan.programs for span in _lasting(program)]
     lives = [_Lives(program) for program in plan.programs if program.tasks]
-    arena = sum(nbytes for _, nbytes in plan.arenas)
+    arena = plan.arena()
     if not lives:
         return Peak("", "", "", _by_class(lasting, arena), _tensors(lasting))
     fullest = max(lives, key=lambda one: one.largest)
@@ -104,14 +105,14 @@ def _state_of(variables: tuple[Variable, ...]) -> dict[str, str]:
 
 def _lasting(program: Program) -> list[_Span]:
     """What is read ahead and written behind, which has places of its own all the time."""
-    lines = {n: t.where for t in program.tasks if t.stream == READ for n in t.outputs}
+    lines = {n: t.where for t in program.tasks if t.stream in AHEAD for n in t.outputs}
     written = {n: t.where for t in program.tasks if t.stream == WRITE for n in t.inputs}
     kinds = dict.fromkeys(written, "staging of saves") | dict.fromkeys(lines, "read slots")
     lines |= written
     return [
         _Span(r.offset, r.nbytes * r.slots, kinds[r.name], r.name, lines[r.name], r.slots)
         for r in program.registers
-        if r.name in kinds
+        if r.name in kinds and not r.space
     ]
 
 
@@ -122,9 +123,11 @@ class _Lives:
         self.program = program
         unrolled = unroll(program, enough(program))
         self.order = [unrolled.tasks[i] for i in in_turn(unrolled, waits_of(unrolled))]
-        lasting = {name for task in unrolled.tasks if task.stream == READ for name in task.outputs}
+        lasting = {name for task in unrolled.tasks if task.stream in AHEAD for name in task.outputs}
         lasting |= {name for task in unrolled.tasks if task.stream == WRITE for name in task.inputs}
-        self.registers = {r.name: r for r in unrolled.registers if r.name not in lasting}
+        self.registers = {
+            r.name: r for r in unrolled.registers if r.name not in lasting and not r.space
+        }
         self.producer = {n: t for t in unrolled.tasks for n in t.outputs if n in self.registers}
         self.life: dict[str, tuple[int, int]] = {}
         for place, task in enumerate(self.order):
@@ -156,7 +159,7 @@ class _Lives:
                 changes[start] += self.registers[root].nbytes
                 changes[stop + 1] -= self.registers[root].nbytes
         held = accumulate(changes[:-1])
-        return [n + task.workspace[1] for n, task in zip(held, self.order, strict=True)]
+        return [n + _workspace(task)[1] for n, task in zip(held, self.order, strict=True)]
 
     def _root(self, name: str) -> str:
         while self.registers[name].aliases in self.registers:
@@ -168,7 +171,7 @@ class _Lives:
         alive = [n for n, (start, stop) in self.life.items() if start <= self.place <= stop]
         alive.sort(key=lambda name: -self.life[name][0])
         spans = [self._span(self.registers[name]) for name in alive]
-        offset, nbytes = self.task.workspace
+        offset, nbytes = _workspace(self.task)
         return [*spans, _Span(offset, nbytes, "workspace", folded(self.task), self.task.where)]
 
     def _span(self, register: Register) -> _Span:
@@ -181,15 +184,20 @@ class _Lives:
 
     def _class(self, register: Register) -> str:
         """What a register holds, by the task that makes it."""
-        while self.producer[register.name].kind == "collective" and (
+        while self.producer[register.name].kind in ("collective", H2D) and (
             register.aliases in self.registers
         ):
             register = self.registers[register.aliases]
-        if self.producer[register.name].kind == "collective":
+        if self.producer[register.name].kind in ("collective", H2D):
             return "communication"
         if register.name.startswith("grad/"):
             return "gradients"
         return "updates" if register.name.startswith("update/") else "activations"
+
+
+def _workspace(task: Task) -> tuple[int, int]:
+    """Offset and bytes of what a task needs beside registers, where it is memory of kernels."""
+    return (0, 0) if workspace_space(task.route) else task.workspace
 
 
 def _by_class(spans: list[_Span], arena: int) -> tuple[tuple[str, int], ...]:

@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiflow.plan.records import Task
-from mpiflow.plan.simulator import Event, Simulation, stream_kind
-
-_KINDS = ("compute", "comm", "send", "receive", "read", "write")
-"""The order of threads in a process."""
+from mpiflow.plan.simulator import KINDS, Event, Simulation, stream_kind
 
 
 def write_trace(simulation: Simulation, path: Path) -> int:
@@ -48,7 +45,7 @@ def _names(simulation: Simulation) -> Iterator[dict[str, Any]]:
         yield _name("process_sort_index", number, 0, sort_index=number)
     for number, (owner, stream) in enumerate(runs.streams):
         yield _name("thread_name", owner, number, name=stream)
-        place = _KINDS.index(stream_kind(stream))
+        place = KINDS.index(stream_kind(stream))
         yield _name("thread_sort_index", owner, number, sort_index=place)
 
 
@@ -72,8 +69,8 @@ def _complete(task: Task, event: Event, process: int, thread: int, micro: int) -
     args |= {
         name: value
         for name, value in (
-            ("line", task.where), ("axis", task.axis), ("bytes", task.nbytes),
-            ("flops", task.flops), ("inputs", ", ".join(task.inputs)),
+            ("line", task.where), ("axis", task.axis), ("route", task.route),
+            ("bytes", task.nbytes), ("flops", task.flops), ("inputs", ", ".join(task.inputs)),
             ("outputs", ", ".join(task.outputs)),
         )
         if value

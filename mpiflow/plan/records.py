@@ -5,7 +5,7 @@
          ├─ settings: Settings        how long, when to save and evaluate
          └─ programs: Program         initialise, train, evaluate, evaluate_tail, save
               ├─ registers: Register  memory between a producing task and its consumers
-              ├─ tasks: Task          compute, collective, read, write
+              ├─ tasks: Task          compute, collective, read, write, copies
               ├─ order                the tasks of each stream, as they fire
               └─ outputs: Output      the scalars that a step gives
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, Layout
 from mpiflow.plan.first import NOTHING, FirstValues
+from mpiflow.plan.places import arena_name, arenas_of
 
 if TYPE_CHECKING:
     from mpiflow.plan.slice import RankPlan
@@ -46,6 +47,7 @@ class Register:
     Firing after firing takes the next slot, over steps; with `rewound`, micro-batch k of every step
     takes slot k modulo `slots`. `aliases` names the register or variable whose memory this one
     shares on purpose. `micro` is the micro-batch that it holds, in a program that `unroll` made.
+    `space` is "" for memory of what computes, or "pinned", see `plan.places`.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Register:
     aliases: str = ""
     micro: int = 0
     rewound: bool = False
+    space: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,10 @@ class Variable(Register):
 class Task:
     """A unit of work on one stream.
 
-    `kind` is compute, collective, read, write, send or receive. `op` is the name of the op, or the
-    collective: all_reduce, all_gather, reduce_scatter, all_to_all, exchange. A send, and a receive
-    with the same `attributes["message"]`, move a tensor to or from another `attributes["stage"]`.
+    `kind` is compute, collective, read, write, send, receive, h2d or d2h. `op` is the name of the
+    op, or the collective: all_reduce, all_gather, reduce_scatter, all_to_all, exchange. A send, and
+    a receive with the same `attributes["message"]`, move a tensor to or from another
+    `attributes["stage"]`.
     `inputs` and `outputs` name registers and variables. `axis` is the mesh axis that a collective
     runs along, or several of them, outermost first: `data,model`. `after` names tasks of the same
     program that must be done first though no register says so (a variable is overwritten after its
@@ -86,7 +90,8 @@ class Task:
     `nbytes` is the memory that a compute task touches, or the largest payload that a rank sends.
     `where` is the line of the user's program. `seconds` is predicted. Costs are those of one
     firing. `phase` is the part of the step, and `segment` the part of the last loop, see `Program`;
-    `micro` is the micro-batch of a firing, in a program that `unroll` made.
+    `micro` is the micro-batch of a firing, in a program that `unroll` made. `route` is how ranks
+    reach one another in a plan for accelerators, see `plan.places`.
     """
 
     name: str
@@ -106,6 +111,7 @@ class Task:
     phase: int = 0
     segment: int = 0
     micro: int = 0
+    route: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,7 @@ class Plan:
 
     `identity` says what is computed, by section (model, optimizer, data, batch, seed, numerics);
     its hash is the program digest, which no rank count, mesh, machine or device changes.
+    `device` is the kind that it is made for, host or accelerator.
     `arenas` gives the bytes of each arena, those of the largest first where there are stages;
     `process_bytes` the predicted memory of the process.
     `notes` are remarks for the user. `ops` are those of the user's own, whose code is not here.
@@ -293,9 +300,15 @@ class Plan:
             self,
             mesh=self.mesh.within_stage(),
             variables=tuple(v for v in self.variables if v.stage == stage),
-            arenas=(("host", dict(self.arenas)[f"host.{stage}"]),),
+            arenas=tuple(
+                (name, dict(self.arenas)[f"{name}.{stage}"]) for name in arenas_of(self.device)
+            ),
             programs=tuple(p for p in self.programs if p.stage == stage),
         )
+
+    def arena(self, space: str = "") -> int:
+        """The bytes of the arena of a space, those of the largest stage."""
+        return dict(self.arenas)[arena_name(self.device, space)]
 
     def stages(self) -> tuple[Plan, ...]:
         """The plans of all stages; this one alone where there are none."""

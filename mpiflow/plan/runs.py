@@ -22,7 +22,8 @@ from itertools import accumulate
 from typing import Any
 
 from mpiflow.graph.sbp import B
-from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
+from mpiflow.plan.places import AHEAD
+from mpiflow.plan.records import COMPUTE, RECEIVE, SEND, WRITE, Plan, Program, Task
 
 Turn = tuple[int, int]
 """A phase, and the segment of it, -1 for all."""
@@ -223,7 +224,7 @@ class _Template:
         for name, maker in self.makers.items():
             slots = self.registers[name].slots
             for user in self.users.get(name, ()):
-                outlives = tasks[maker].stream == READ or tasks[user].stream == WRITE
+                outlives = tasks[maker].stream in AHEAD or tasks[user].stream == WRITE
                 if outlives and not self.registers[name].rewound:
                     found.setdefault(maker, []).append((user, slots))
                 if self._looped(tasks[maker]) and self._in_time(name):
@@ -237,12 +238,13 @@ class _Template:
         needs = self.program.needs()
         found = set()
         for i, task in enumerate(self.program.tasks):
-            if self._looped(task) and task.kind not in (COMPUTE, READ, RECEIVE):
+            if self._looped(task) and not (task.kind in (COMPUTE, RECEIVE) or task.stream in AHEAD):
                 before = [self.index[name] for name in needs[task.name]]
                 if not any(
                     (self.program.tasks[j].phase, self.program.tasks[j].segment)
                     == (task.phase, task.segment)
-                    and self.program.tasks[j].kind not in (READ, RECEIVE)
+                    and self.program.tasks[j].kind != RECEIVE
+                    and self.program.tasks[j].stream not in AHEAD
                     for j in before
                 ):
                     found.add(i)

@@ -18,11 +18,12 @@ from math import inf
 
 from mpiflow.errors import PlanError
 from mpiflow.plan.join import joined
-from mpiflow.plan.records import READ, WRITE, Plan, Task
+from mpiflow.plan.places import AHEAD
+from mpiflow.plan.records import WRITE, Plan, Task
 from mpiflow.plan.runs import Lane, Run, Runs, runs_of, stops_within
 from mpiflow.plan.verify_order import in_turn, waits_of
 
-KINDS = ("compute", "comm", "send", "receive", "read", "write")
+KINDS = ("compute", "comm", "send", "receive", "h2d", "d2h", "read", "write")
 
 _QUANTUM = 2.0**-48
 """Seconds of tasks are multiples of it (4e-15), so that sums are exact in any order up to 32 s.
@@ -136,7 +137,7 @@ class Record:
 
 
 def stream_kind(stream: str) -> str:
-    """compute, comm, send, receive, read or write."""
+    """compute, comm, send, receive, h2d, d2h, read or write."""
     return stream.partition("@")[0].partition(".")[0]
 
 
@@ -209,6 +210,7 @@ class _Clock:
     def __init__(self, runs: Runs, seconds: list[tuple[float, ...]], overlap: bool) -> None:
         self.runs, self.seconds, self.overlap = runs, seconds, overlap
         self.kinds = [stream_kind(stream) for _, stream in runs.streams]
+        self.ahead = [stream in AHEAD for _, stream in runs.streams]
         self.pending: dict[int, float] = {}  # collectives and when they could start, in order
         self.starts: list[list[float]] = []  # of each step, of each run
         self.ends: list[float] = []
@@ -239,8 +241,9 @@ class _Clock:
     def _end(self, begin: float, computed: list[float]) -> None:
         """What lanes wait for at the end: their own collectives, then other stages."""
         own, end = list(computed), begin
-        for free, (lane, _), kind in zip(self.free, self.runs.streams, self.kinds, strict=True):
-            if kind not in (READ, WRITE):
+        for i, (lane, _) in enumerate(self.runs.streams):
+            free, kind = self.free[i], self.kinds[i]
+            if kind != WRITE and not self.ahead[i]:
                 end = max(end, free)
             if kind == "comm":
                 own[lane] = max(own[lane], free)
@@ -282,7 +285,7 @@ class _Clock:
     def _start(self, number: int, run: Run, kind: str, begin: float) -> tuple[float, str]:
         """When a run may start, and the kind of stream that it waits for last."""
         start = self.free[run.stream]
-        if kind != READ:
+        if not self.ahead[run.stream]:
             start = max(start, begin)
         reason = "compute"
         if kind != "comm" and self.pending:

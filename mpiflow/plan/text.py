@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from mpiflow.graph.sbp import layout_text
+from mpiflow.plan.places import arenas_of
 from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Task
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import RankPlan
@@ -97,8 +98,7 @@ def show(plan: Plan) -> str:
         lines += ["", "data", *table([_data_row(data) for data in plan.data])]
     for number, stage in enumerate(plan.stages()):
         if plan.mesh.stages > 1:
-            held = size_text(dict(stage.arenas)["host"])
-            lines += ["", f"== stage {number} of {plan.mesh.stages}: {held} arena =="]
+            lines += ["", f"== stage {number} of {plan.mesh.stages}: {_arenas(stage)} =="]
         lines += _stage(stage)
     return "\n".join(lines) + "\n"
 
@@ -119,7 +119,6 @@ def _stage(plan: Plan) -> list[str]:
 def _header(plan: Plan) -> list[str]:
     figures = summary(plan)
     predicted = figures["predicted"]
-    arenas = ", ".join(f"{size_text(size)} {name}" for name, size in plan.arenas[:1])
     rows = [
         ("plan", f"{plan.job} for {plan.mesh.size} ranks, mesh {plan.mesh}, device {plan.device}"),
         ("digest", figures["digest"]),
@@ -129,11 +128,18 @@ def _header(plan: Plan) -> list[str]:
         ("length", _length(plan)),
         ("step", f"{time_text(predicted['step_seconds'])} predicted"),
         *((("layouts", layouts_text(plan.layouts)),) if plan.layouts.seconds else ()),
-        ("memory", f"{arenas} arena, {size_text(plan.process_bytes)} in the whole process"),
+        ("memory", f"{_arenas(plan)}, {size_text(plan.process_bytes)} in the whole process"),
         ("sent", f"{size_text(predicted['bytes_sent'])} a step, by the rank that sends most"),
         *(("note", note) for note in plan.notes),
     ]
     return [f"{name:<8} {text}" for name, text in rows]
+
+
+def _arenas(plan: Plan) -> str:
+    """`1.23 MiB host arena`, of the largest stage."""
+    sizes = dict(plan.arenas)
+    texts = (f"{size_text(sizes[name])} {name} arena" for name in arenas_of(plan.device))
+    return ", ".join(texts)
 
 
 def layouts_text(layouts: Layouts) -> str:
@@ -170,8 +176,9 @@ def _program(plan: Plan, program: Program) -> list[str]:
     ordered = _in_order(plan, program)
     tensors, rank = plan.tensors(program), plan.slice(0, program)
     sides = [
-        (_title(t), t.stream, "operands", size_text(t.nbytes) if t.nbytes else "",
-         time_text(t.seconds), t.where.rpartition("/")[2])
+        (_title(t), f"{t.stream} {t.route}".strip(), "operands",
+         size_text(t.nbytes) if t.nbytes else "", time_text(t.seconds),
+         t.where.rpartition("/")[2])
         for t in ordered
     ]  # fmt: skip
     room = _WIDTH - len(max(table(sides, _HEADS), key=len)) + len("operands")

@@ -60,7 +60,7 @@ def _drawn(
 
 _HEADS = {
     "computing": "computing", "stages": "other stages", "collectives": "collectives",
-    "input": "input", "writes": "writes", "idle": "idle",
+    "copies": "copies", "input": "input", "writes": "writes", "idle": "idle",
 }  # fmt: skip
 
 

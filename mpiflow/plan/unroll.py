@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpiflow.graph.sbp import B
+from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Register, Task
 
 ENOUGH = 3
@@ -121,11 +122,10 @@ class _Unroller:
         needs, tasks = self.program.needs(), {task.name: task for task in self.program.tasks}
         first = set()
         for task in self.program.tasks:
-            if task.phase % 2 and task.kind not in ("compute", "read", RECEIVE):
+            if task.phase % 2 and task.kind != "compute" and not _runs_ahead(task):
                 before = (tasks[name] for name in needs[task.name])
                 turn = task.phase, task.segment
-                if not any((t.phase, t.segment) == turn and t.kind not in ("read", RECEIVE)
-                           for t in before):  # fmt: skip
+                if not any((t.phase, t.segment) == turn and not _runs_ahead(t) for t in before):
                     first.add(task.name)
         return first
 
@@ -217,6 +217,11 @@ class _Unroller:
             name = _numbered(register.name, micro)
             copies.append(replace(register, name=name, aliases=aliases, micro=micro))
         return copies
+
+
+def _runs_ahead(task: Task) -> bool:
+    """Whether it may come before its turn: what is read, and what other stages send."""
+    return task.stream in AHEAD or task.kind == RECEIVE
 
 
 def _root(registers: dict[str, Register], name: str) -> str:

@@ -5,6 +5,7 @@
     verify_layout      tensors and collectives
     verify_order       one step completes without buffering; what happens before what
     verify_memory      variables, aliases, shared bytes
+    verify_places      what lies where, copies, routes
     verify_stages      pipeline stages, each of which is proven as a plan of its own
 
 Nothing here comes from the compiler: the plan's records alone are read.
@@ -17,15 +18,23 @@ from collections.abc import Iterable
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import Broadcast, Partial, layout_text
+from mpiflow.plan.places import AHEAD, D2H, FEED, H2D, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
 from mpiflow.plan.unroll import enough, unroll
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
 from mpiflow.plan.verify_memory import check_between, check_memory
 from mpiflow.plan.verify_order import order_of
 from mpiflow.plan.verify_phases import check_count, check_phases
+from mpiflow.plan.verify_places import arenas_by_space, check_places, check_routes
 from mpiflow.plan.verify_stages import check_parts, check_together
 
-_STREAMS = {"compute": COMPUTE, "read": READ, "write": WRITE}
+_STREAMS = {
+    "compute": (COMPUTE,),
+    "read": (READ,),
+    "write": (WRITE,),
+    H2D: (H2D, FEED),
+    D2H: (D2H,),
+}
 _OTHERS = ("collective", SEND, RECEIVE)
 """Kinds of tasks that have a stream for each communicator, or each lane to another stage."""
 _CHANGING = ("initialise", "train")
@@ -33,20 +42,19 @@ _CHANGING = ("initialise", "train")
 
 def verify(plan: Plan) -> None:
     """Prove the plan; VerifyError with the smallest counter-example where that fails."""
+    check_routes(plan)
     if plan.mesh.stages > 1:
         check_parts(plan)
         for stage in plan.stages():
             verify(stage)
         check_together(plan)
         return
-    arena = dict(plan.arenas).get("host")
-    if arena is None:
-        raise VerifyError("the plan has no arena 'host', where all its memory lies")
+    arenas = arenas_by_space(plan)
     _unique("the plan", "data set", (data.name for data in plan.data))
     _unique("the plan", "program", (program.name for program in plan.programs))
     _unique("the plan", "variable", (variable.name for variable in plan.variables))
     for variable in plan.variables:
-        check_tensor(variable, plan.mesh, arena, "the plan")
+        check_tensor(variable, plan.mesh, arenas, "the plan")
         if variable.slots != 1 or variable.aliases:
             raise VerifyError(
                 f"variable {variable.name} has {variable.slots} slots and aliases "
@@ -58,13 +66,13 @@ def verify(plan: Plan) -> None:
                 "values cannot be kept over steps"
             )
     for program in plan.programs:
-        _check_program(plan, program, arena)
+        _check_program(plan, program, arenas)
     check_between(plan)
     if plan.variables and plan.program("initialise") is None:
         raise VerifyError("the plan has variables and no program 'initialise' that writes them")
 
 
-def _check_program(plan: Plan, program: Program, arena: int) -> None:
+def _check_program(plan: Plan, program: Program, arenas: dict[str, int]) -> None:
     context = f"program {program.name}"
     check_count(program, context)
     _check_references(plan, program, context)
@@ -72,12 +80,13 @@ def _check_program(plan: Plan, program: Program, arena: int) -> None:
     _check_producers(program, context)
     mesh = plan.mesh_of(program)
     for register in program.registers:
-        check_tensor(register, mesh, arena, context)
+        check_tensor(register, mesh, arenas, context)
     tensors = plan.tensors(program)
     for task in program.tasks:
         if task.kind == "collective":
             check_collective(task, tensors, mesh, context)
-        _check_workspace(task, arena, context)
+        _check_workspace(task, arenas[workspace_space(task.route)], context)
+    check_places(plan, program, context)
     check_phases(program, context)
     program = unroll(program, enough(program))
     order = order_of(program)
@@ -150,7 +159,7 @@ def _check_streams(program: Program, context: str) -> None:
             )
         if task.kind not in (*_STREAMS, *_OTHERS):
             raise VerifyError(f"{context}: {label(task)} is of unknown kind {task.kind!r}")
-        if task.kind in _STREAMS and task.stream != _STREAMS[task.kind]:
+        if task.kind in _STREAMS and task.stream not in _STREAMS[task.kind]:
             raise VerifyError(
                 f"{context}: {label(task)} of kind {task.kind} is on stream {task.stream}"
             )
@@ -203,18 +212,19 @@ def _check_reading(plan: Plan, program: Program, context: str) -> None:
     """Reads have data to read, and something in the step holds back how far ahead they run."""
     if program.data and program.data not in {data.name for data in plan.data}:
         raise VerifyError(f"{context} reads data set {program.data!r}, which does not exist")
-    held = {name for task in program.tasks if task.stream != READ for name in task.inputs}
+    held = {name for task in program.tasks if task.stream not in AHEAD for name in task.inputs}
+    fed = {name for task in program.tasks if task.stream == FEED for name in task.inputs}
     for task in program.tasks:
-        if task.kind != "read":
+        if task.stream not in AHEAD:
             continue
         if not program.data:
             raise VerifyError(f"{context}: {label(task)} reads, but the program has no data set")
-        if task.inputs:
+        if task.stream == READ and task.inputs:
             raise VerifyError(
                 f"{context}: {label(task)} takes {', '.join(task.inputs)}; a read runs ahead of "
                 "the step and takes nothing from it"
             )
-        if not held & set(task.outputs):
+        if not (held | fed if task.stream == READ else held) & set(task.outputs):
             raise VerifyError(
                 f"{context}: missing slot: no task of the step reads what {label(task)} gives, "
                 "so nothing limits how far ahead it runs"

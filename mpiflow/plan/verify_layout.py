@@ -13,6 +13,7 @@ they are):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -56,8 +57,8 @@ def _split(lengths: set[int], sbp: S, axis: str, parts: int) -> set[int]:
     return split
 
 
-def check_tensor(tensor: Register, mesh: Mesh, arena: int, context: str) -> None:
-    """The layout fits shape and mesh, and the memory fits the shard and the arena."""
+def check_tensor(tensor: Register, mesh: Mesh, arenas: Mapping[str, int], context: str) -> None:
+    """The layout fits shape and mesh, and the memory fits the shard and the arena of its space."""
     what = f"{context}: {kind_of(tensor)} {tensor.name}"
     try:
         size = itemsize(tensor.dtype)
@@ -77,7 +78,9 @@ def check_tensor(tensor: Register, mesh: Mesh, arena: int, context: str) -> None
         raise VerifyError(f"{what}: missing slot: it has {tensor.slots} slots, needs 1 or more")
     if tensor.offset < 0 or tensor.offset % size:
         raise VerifyError(f"{what}: offset {tensor.offset} is no multiple of {size} bytes")
-    stop = tensor.offset + tensor.slots * tensor.nbytes
+    if tensor.space not in arenas:
+        raise VerifyError(f"{what} lies in {tensor.space!r}, which is no memory of the plan")
+    stop, arena = tensor.offset + tensor.slots * tensor.nbytes, arenas[tensor.space]
     if stop > arena:
         raise VerifyError(f"{what} ends at byte {stop}, the arena has {arena} bytes")
 

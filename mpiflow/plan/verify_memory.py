@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from mpiflow.errors import VerifyError
-from mpiflow.plan.records import READ, WRITE, Plan, Program, Register, Variable
+from mpiflow.plan.places import AHEAD, H2D, workspace_space
+from mpiflow.plan.records import WRITE, Plan, Program, Register, Variable
 from mpiflow.plan.verify_layout import kind_of, label
 from mpiflow.plan.verify_order import Order
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of the arena, the task that first writes them, and all that use them.
+    """Bytes [start, stop) of a space's arena, the task that first writes them, and all that use it.
 
     `accesses` has a bit for each task. `alone` pieces share with nothing, before or after;
     `lasting` ones are needed until the step ends. A variable has first = -1.
@@ -38,6 +39,7 @@ class Piece:
     key: tuple[int, int]
     alone: bool
     lasting: bool
+    space: str
 
 
 def check_memory(plan: Plan, program: Program, order: Order) -> None:
@@ -51,41 +53,52 @@ def check_memory(plan: Plan, program: Program, order: Order) -> None:
                 writers[register.aliases].extend(writers[register.name])
     for variable in plan.variables:
         _check_variable(variable, readers[variable.name], writers[variable.name], program, order)
-    _sweep(_pieces(plan, program, order, readers, writers), program, order)
+    pieces = _pieces(plan, program, order, readers, writers)
+    for space in {piece.space: None for piece in pieces}:
+        _sweep([piece for piece in pieces if piece.space == space], program, order)
 
 
 def check_between(plan: Plan) -> None:
     """Memory that reads and writes touch outlives a step: no other program may use it.
 
-    A sweep over the arena: of each program the piece that reaches furthest is enough to compare.
+    A sweep over each arena: of each program the piece that reaches furthest is enough to compare.
     """
     spans = sorted(
         span for program in plan.programs for span in _spans(program) if span[0] < span[1]
     )
-    furthest: dict[tuple[str, bool], tuple[int, str]] = {}
-    for start, stop, program, name, lasting in spans:
-        for (other, other_lasts), (end, other_name) in furthest.items():
-            if other != program and (lasting or other_lasts) and end > start:
+    furthest: dict[tuple[str, str, bool], tuple[int, str]] = {}
+    for start, stop, program, name, lasting, space in spans:
+        for (beside, other, other_lasts), (end, other_name) in furthest.items():
+            if beside != space or other == program or not (lasting or other_lasts):
+                continue
+            if end > start:
                 first, second = (name, other_name) if lasting else (other_name, name)
                 raise VerifyError(
                     f"{first} of program {program if lasting else other} is filled or stored"
                     f" beside the steps of other programs, and shares bytes [{start}, "
                     f"{min(end, stop)}) with {second} of program {other if lasting else program}"
                 )
-        key = (program, lasting)
+        key = (space, program, lasting)
         furthest[key] = max(furthest.get(key, (0, "")), (stop, name))
 
 
-def _spans(program: Program) -> list[tuple[int, int, str, str, bool]]:
-    """Start, stop, program, name of all memory of a program, and whether it outlives a step."""
-    lasting = {n for t in program.tasks if t.stream == READ for n in t.outputs}
+def _spans(program: Program) -> list[tuple[int, int, str, str, bool, str]]:
+    """Start, stop, program, name of all memory of a program, if it outlives a step, its space."""
+    lasting = {n for t in program.tasks if t.stream in AHEAD for n in t.outputs}
     lasting |= {n for t in program.tasks if t.stream == WRITE for n in t.inputs}
     spans = [
-        (r.offset, r.offset + r.nbytes * r.slots, program.name, r.name, r.name in lasting)
+        (r.offset, r.offset + r.nbytes * r.slots, program.name, r.name, r.name in lasting, r.space)
         for r in program.registers
     ]
     return spans + [
-        (t.workspace[0], sum(t.workspace), program.name, f"the workspace of {t.name}", False)
+        (
+            t.workspace[0],
+            sum(t.workspace),
+            program.name,
+            f"the workspace of {t.name}",
+            False,
+            workspace_space(t.route),
+        )
         for t in program.tasks
     ]
 
@@ -115,7 +128,7 @@ def _check_variable(
         first, second = (label(program.tasks[i]) for i in writers[:2])
         raise VerifyError(f"{what} is written by {first} and by {second}; one may write it")
     writer = program.tasks[writers[0]]
-    if writer.stream == READ:
+    if writer.stream in AHEAD:
         raise VerifyError(f"{what} is written by {label(writer)}, which runs ahead of the step")
     for reader in readers:
         if reader != writers[0] and not order.before[writers[0]] >> reader & 1:
@@ -128,14 +141,14 @@ def _check_variable(
 def _check_alias(
     register: Register, tensors: dict[str, Register], program: Program, writers: Uses
 ) -> None:
-    """The register lies exactly over what it aliases, which its producer reads."""
+    """The register lies exactly over what it aliases, which its producer reads, or copies over."""
     target = tensors[register.aliases]
     producer = program.tasks[writers[register.name][0]]
     what = f"program {program.name}: register {register.name} of {label(producer)}"
-    if target.name not in producer.inputs:
+    if target.name not in producer.inputs and producer.kind != H2D:
         raise VerifyError(f"{what} aliases {target.name}, which {label(producer)} does not read")
     place, wanted = ((r.offset, r.nbytes, r.slots, r.rewound) for r in (register, target))
-    if place != wanted:
+    if place != wanted or register.space != target.space:
         raise VerifyError(
             f"{what} aliases {target.name}, but lies at {_place(register)} and "
             f"{target.name} at {_place(target)}"
@@ -143,7 +156,8 @@ def _check_alias(
 
 
 def _place(r: Register) -> str:
-    return f"bytes {r.offset}..{r.offset + r.slots * r.nbytes} ({r.slots} x {r.nbytes})"
+    where = f" of {r.space} memory" if r.space else ""
+    return f"bytes {r.offset}..{r.offset + r.slots * r.nbytes}{where} ({r.slots} x {r.nbytes})"
 
 
 def _pieces(
@@ -152,17 +166,17 @@ def _pieces(
     pieces: list[Piece] = []
     variables = {variable.name for variable in plan.variables}
     kept = {output.register for output in program.outputs}
-    ahead = {i for i, task in enumerate(program.tasks) if task.stream == READ}
+    ahead = {i for i, task in enumerate(program.tasks) if task.stream in AHEAD}
     behind = {i for i, task in enumerate(program.tasks) if task.stream == WRITE}
 
     def add(what: str, name: str, aliases: str, start: int, nbytes: int, first: int,
-            tasks: list[int], alone: bool, lasting: bool) -> None:  # fmt: skip
+            tasks: list[int], alone: bool, lasting: bool, space: str) -> None:  # fmt: skip
         if nbytes:
             accesses = sum(1 << i for i in set(tasks))
             key = (order.position[first] if first >= 0 else -1, len(pieces))
             pieces.append(
                 Piece(what, name, aliases, start, start + nbytes, first, accesses, key, alone,
-                      lasting)
+                      lasting, space)
             )  # fmt: skip
 
     for r in (*plan.variables, *program.registers):
@@ -176,12 +190,13 @@ def _pieces(
             slots * r.nbytes,
             -1 if variable else writers[r.name][0], uses,
             alone=variable or bool(ahead & set(writers[r.name])) or bool(behind & set(uses)),
-            lasting=variable or r.name in kept or r.aliases in variables,
+            lasting=variable or r.name in kept or r.aliases in variables, space=r.space,
         )  # fmt: skip
     for i, task in enumerate(program.tasks):
         start, nbytes = task.workspace
         alone = i in ahead or i in behind
-        add(f"the workspace of {label(task)}", "", "", start, nbytes, i, [i], alone, False)
+        add(f"the workspace of {label(task)}", "", "", start, nbytes, i, [i], alone, False,
+            workspace_space(task.route))  # fmt: skip
     return pieces
 
 

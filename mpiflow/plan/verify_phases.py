@@ -10,7 +10,8 @@ from itertools import pairwise, product
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import B, layout_text
-from mpiflow.plan.records import READ, WRITE, Program, Register, Task
+from mpiflow.plan.places import AHEAD
+from mpiflow.plan.records import WRITE, Program, Register, Task
 from mpiflow.plan.verify_layout import label
 
 GATHERING = ("Accumulate", "Collect")
@@ -77,7 +78,7 @@ def _check_kind(task: Task, micro_batches: int, context: str) -> None:
         if task.phase:
             raise VerifyError(f"{what} is in phase {task.phase}, but the step has one micro-batch"
                               " and so one phase")  # fmt: skip
-    elif task.stream == READ and task.phase % 2 == 0:
+    elif task.stream in AHEAD and task.phase % 2 == 0:
         raise VerifyError(f"{what} fires once a step; rows are read for each micro-batch")
     elif task.stream == WRITE:
         raise VerifyError(f"{what} stores what a step gives, which must have one micro-batch")
@@ -97,7 +98,7 @@ def _check_input(task: Task, register: Register, maker: Task, context: str) -> N
     if parts and not task.phase % 2:
         raise VerifyError(f"{what} fires once a step, but takes {register.name}, which is"
                           f" {layout_text(register.layout)}: one micro-batch's")  # fmt: skip
-    if parts and maker.phase != task.phase and maker.stream != READ:
+    if parts and maker.phase != task.phase and maker.stream not in AHEAD:
         raise VerifyError(f"{what} takes {register.name} of another loop, of which only the last"
                           " micro-batch is left")  # fmt: skip
     if not parts and maker.phase % 2 and maker.phase == task.phase:
@@ -131,7 +132,7 @@ def _check_read_slots(program: Program, context: str) -> None:
     """What several loops use of a batch must all be there: the first loop needs it to its end."""
     slots = {register.name: register.slots for register in program.registers}
     for read in program.tasks:
-        if read.stream == READ:
+        if read.stream in AHEAD:
             made = set(read.outputs)
             used = {t.phase for t in program.tasks if not made.isdisjoint(t.inputs)}
             for name in read.outputs:
@@ -170,7 +171,7 @@ def _check_sequence(program: Program, context: str) -> None:
                     f"{context}: segment {segment} of micro-batch {micro} is done before segment"
                     f" {other[0]} of micro-batch {other[1]}"
                 )
-    read = {name for task in program.tasks if task.stream == READ for name in task.outputs}
+    read = {name for task in program.tasks if task.stream in AHEAD for name in task.outputs}
     for register in program.registers:
         if register.rewound and (register.name in read or register.layout[0] == B):
             raise VerifyError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import B, S, layout_text
+from mpiflow.plan.places import arenas_of, workspace_space
 from mpiflow.plan.records import READ, WRITE, DataSet, Plan, Program, Register, Task
 
 LOSS = "loss"
@@ -185,11 +186,22 @@ def _check_saving(plan: Plan) -> None:
 
 
 def _check_arena(plan: Plan) -> None:
-    """The arena is no larger than what lies in it."""
+    """No arena is larger than what lies in it."""
     tensors = [*plan.variables, *(r for program in plan.programs for r in program.registers)]
-    ends = [tensor.offset + tensor.slots * tensor.nbytes for tensor in tensors]
-    ends += [sum(task.workspace) for program in plan.programs for task in program.tasks]
-    _require("the size of the arena", dict(plan.arenas)["host"], max(ends, default=0))
+    ends: dict[str, list[int]] = {}
+    for tensor in tensors:
+        ends.setdefault(tensor.space, []).append(tensor.offset + tensor.slots * tensor.nbytes)
+    for program in plan.programs:
+        for task in program.tasks:
+            ends.setdefault(workspace_space(task.route), []).append(sum(task.workspace))
+    for name in arenas_of(plan.device):
+        space = "" if name == plan.device else name
+        found = plan.arena(space)
+        _require(
+            "the size of the arena" + (f" {name!r}" if space else ""),
+            found,
+            max(ends.get(space, ()), default=0),
+        )
 
 
 def verify_predict(plan: Plan) -> None:

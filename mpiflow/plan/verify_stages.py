@@ -13,6 +13,7 @@ from typing import Any
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import layout_text
 from mpiflow.plan.join import joined
+from mpiflow.plan.places import arenas_of
 from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
 from mpiflow.plan.runs import runs_of
 from mpiflow.plan.unroll import enough
@@ -27,15 +28,19 @@ Message = tuple[int, int, Any]
 def check_parts(plan: Plan) -> None:
     """VerifyError unless every stage has the same programs, and a place for its memory."""
     count = plan.mesh.stages
-    wanted = {"host", *(f"host.{stage}" for stage in range(count))}
+    kinds = arenas_of(plan.device)
+    wanted = {*kinds, *(f"{kind}.{stage}" for kind in kinds for stage in range(count))}
     if {name for name, _ in plan.arenas} != wanted:
         raise VerifyError(
             f"the plan has {count} stages and the arenas {', '.join(n for n, _ in plan.arenas)};"
             f" it needs {', '.join(sorted(wanted))}"
         )
     sizes = dict(plan.arenas)
-    if sizes["host"] != max(sizes[f"host.{stage}"] for stage in range(count)):
-        raise VerifyError("the plan's arena 'host' is not as large as that of the largest stage")
+    for kind in kinds:
+        if sizes[kind] != max(sizes[f"{kind}.{stage}"] for stage in range(count)):
+            raise VerifyError(
+                f"the plan's arena {kind!r} is not as large as that of the largest stage"
+            )
     for what, records in (("program", plan.programs), ("variable", plan.variables)):
         for record in records:
             if not 0 <= record.stage < count:

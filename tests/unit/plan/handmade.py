@@ -36,7 +36,7 @@ class Maker:
 
     def plan(self, variables, programs, arena, data=()):
         return Plan(
-            job="handmade", version="0.1.0", numpy="2.0", mesh=self.mesh, device="cpu",
+            job="handmade", version="0.1.0", numpy="2.0", mesh=self.mesh, device="host",
             machine="laptop", numerics="fast", seed=0,
             identity=(("model", "matmul"), ("optimizer", "SGD(lr=0.1)"), ("batch", "5")),
             variables=tuple(variables), arenas=(("host", arena),), process_bytes=arena + 1_000_000,
