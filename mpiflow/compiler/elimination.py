@@ -2,9 +2,8 @@
 
 Given choices with a cost each, and pairs of choices with a table of costs, find the assignment
 with the smallest sum. The cost is exponential only in the width of the graph, and training
-graphs are ladders of small width once dead ends are left out. Where they are too wide, bounds
-leave few of the choices. Variables among equal tables, those of repeated layers, are eliminated
-once.
+graphs are ladders of small width once they are contracted. Where they are too wide, bounds leave
+few of the choices. Variables among equal tables, those of repeated layers, are eliminated once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpiflow.compiler.bounds import Bounds, bounds
-from mpiflow.compiler.deadends import without_dead_ends
+from mpiflow.compiler.contraction import Contraction
 from mpiflow.compiler.tables import Costs, Indices, Pair, Table, Tables, numbered
 from mpiflow.errors import CompileError
 
@@ -43,11 +42,11 @@ class Solution:
 
 def minimise(unary: list[Table], pairs: Pairs) -> Solution:
     """The best choice for each variable, where pairs (a < b) have a table of costs."""
-    costs, kept = without_dead_ends(numbered(unary, pairs))
-    order = _order(costs, _DIRECT)
-    found = _eliminate_all(costs, order) if order is not None else _minimise_wide(costs)
-    choice = tuple(int(k[i]) for k, i in zip(kept, found.choice, strict=True))
-    return Solution(choice, found.total, found.lower)
+    left = Contraction(numbered(unary, pairs))
+    order = _order(left.core, _DIRECT)
+    found = _eliminate_all(left.core, order) if order is not None else _minimise_wide(left.core)
+    shared = left.total
+    return Solution(left.choice(found.choice), found.total + shared, found.lower + shared)
 
 
 def _minimise_wide(costs: Costs) -> Solution:

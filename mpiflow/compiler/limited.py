@@ -3,9 +3,9 @@
 Where the cheapest of all fits, that is it. Otherwise memory gets a price, so that `minimise` still
 solves the problem; at the prices of the best lower bound, several assignments are equally cheap,
 some too large and some smaller than they need be. The choices seen on the way there are few, and
-HiGHS finds the best mixture that fits. Small problems, and those that `minimise` cannot prove, are
-left to HiGHS as a whole. Work is limited in steps and nodes, never by the clock, so that the same
-problem always has the same result.
+HiGHS finds the best mixture that fits. Small problems, those that `minimise` cannot prove, and
+those where a wide gap is left, go to HiGHS as a whole. Work is limited in steps and nodes, never by
+the clock, so that the same problem always has the same result.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _STEPS, _NODES = 24, 500
 """Assignments that the search for prices makes at most, and nodes that HiGHS visits."""
 _CLOSE, _NEAR, _EXACT = 1e-3, 1e-3, 1e-9
 """Shares of the sum at which the search for prices ends, that among few choices, that of all."""
+_WEAK = 1e-2
+"""The gap from which HiGHS takes a problem as a whole, if it is not too large."""
 _DEAREST = 1e6
 """The factor by which the highest price may grow until the limit is taken to be impossible."""
 _APART, _MANY = 16, 4
@@ -105,7 +107,10 @@ def minimise_within(
         return _solve_whole(problem, seen)
     if _search_prices(problem, seen):
         _solve_among(problem, seen)
-    return seen.best() or _solve_whole(problem, seen)
+    best = seen.best()
+    if best is None or (best.gap > _WEAK and problem.entries <= _LARGE):
+        return _solve_whole(problem, seen)
+    return best
 
 
 class NotFound(CompileError):

@@ -24,6 +24,9 @@ class Tables:
         self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
         self._taken: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self._squeezed: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
+        self._transposed: dict[int, int] = {}
+        self._sums: dict[Pair, int] = {}
 
     def __getitem__(self, number: int) -> Table:
         return self._tables[number]
@@ -52,6 +55,25 @@ class Tables:
         if number not in self._squeezed:
             self._squeezed[number] = self.number(self._tables[number].squeeze())
         return self._squeezed[number]
+
+    def row(self, number: int) -> int:
+        """The number of a table's first row."""
+        if number not in self._rows:
+            self._rows[number] = self.number(self._tables[number][0])
+        return self._rows[number]
+
+    def transposed(self, number: int) -> int:
+        """The number of a table of two dims with these the other way round."""
+        if number not in self._transposed:
+            other = self.number(np.ascontiguousarray(self._tables[number].T))
+            self._transposed[number], self._transposed[other] = other, number
+        return self._transposed[number]
+
+    def sum(self, a: int, b: int) -> int:
+        """The number of the sum of two tables of one shape."""
+        if (a, b) not in self._sums:
+            self._sums[a, b] = self.number(self._tables[a] + self._tables[b])
+        return self._sums[a, b]
 
 
 @dataclass(frozen=True, slots=True)
