@@ -99,7 +99,7 @@ def _fields(job: Job, folder: Path) -> tuple[Field, ...]:
 def _with_values(plan: Plan, job: Job, request: Request) -> Plan:
     """The plan with what fills its variables; averages of weights where evaluations use them."""
     path = Path(request.weights)
-    wanted = [TensorInfo(v.name, v.shape, v.dtype) for v in plan.variables]
+    wanted = [TensorInfo(v.name, v.shape, v.dtype) for v in plan.distinct_variables()]
     with open_tensors(path) as source:
         names = name_map(request.names)
         if isinstance(source, Saved) and job.optimizer.ema:
@@ -152,13 +152,15 @@ def run(
 
 def _datasets(plan: Plan) -> list[Rows]:
     """What the file will hold: of each output all rows of the data set."""
-    program = next(p for p in plan.programs if p.data)
-    registers = {register.name: register for register in program.registers}
     rows = plan.data[0].rows
     found = []
-    for task in (task for task in program.tasks if task.stream == WRITE):
-        register = registers[task.inputs[0]]
-        found.append(Rows(task.attributes["output"], (rows, *register.shape[1:]), register.dtype))
+    for stage in plan.stages():
+        program = next(p for p in stage.programs if p.data)
+        registers = {register.name: register for register in program.registers}
+        for task in (task for task in program.tasks if task.stream == WRITE):
+            register = registers[task.inputs[0]]
+            shape = (rows, *register.shape[1:])
+            found.append(Rows(task.attributes["output"], shape, register.dtype))
     return found
 
 
@@ -181,17 +183,19 @@ def _prepare(plan: Plan, datasets: list[Rows], options: Options) -> list[int]:
 
 def _span(plan: Plan, rank: int) -> tuple[int, int]:
     """The rows of each batch that a rank reads."""
-    program = next(p for p in plan.programs if p.data)
+    number, place = plan.mesh.stage_of(rank)
+    stage = plan.at_stage(number)
+    program = next(p for p in stage.programs if p.data)
     read = next((task for task in program.tasks if task.kind == "read"), None)
     if read is None:
-        return (0, program.rows)
-    return plan.slice(rank).box(plan.tensors(program)[read.outputs[0]])[0]
+        return (0, 0)
+    return stage.slice(place).box(stage.tensors(program)[read.outputs[0]])[0]
 
 
 def _steps(plan: Plan, session: Session, out: RowsFile) -> None:
     data = plan.data[0]
     full = data.rows // data.batch
-    for program in (p for p in plan.programs if p.data):
+    for program in (p for p in session.plan.programs if p.data):
         steps = range(full) if program.rows == data.batch else range(full, full + 1)
         session.expect(program.name, steps)
         for step in steps:

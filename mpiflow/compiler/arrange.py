@@ -16,6 +16,7 @@ from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.memory import Packed, plan_memory
 from mpiflow.compiler.pace import pace
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline, with_slots
 from mpiflow.compiler.schedule import schedule_together
@@ -76,6 +77,37 @@ def arrange(
     for program in programs:
         observe("schedule", program.name, program)
     return [_equal_everywhere(program, folder) for program in programs]
+
+
+def arrange_stages(
+    parts: Sequence[tuple[Sequence[Program], Mapping[str, Variable]]],
+    target: Target,
+    folder: Path,
+    observe: Observer = lambda step, program, result: None,
+) -> list[Packed]:
+    """Where each stage has what it holds; `parts` are the programs of each, and its variables.
+
+    Those of a step are put in order together, and placed in the memory of each stage for itself.
+    """
+    kept = [variables for _, variables in parts]
+    steps = [
+        arrange(list(zip(step, kept, strict=True)), target, folder, observe)
+        for step in zip(*(programs for programs, _ in parts), strict=True)
+    ]
+    packed = [
+        plan_memory(tuple(variables.values()), programs)
+        for programs, variables in zip(zip(*steps, strict=True), kept, strict=True)
+    ]
+    for stage, memory in enumerate(packed):
+        observe("memory", f"stage {stage}" if len(packed) > 1 else "all", memory)
+    return packed
+
+
+def arenas_of(packed: Sequence[Packed]) -> tuple[tuple[str, int], ...]:
+    """The arenas of a plan: the largest, and where there are several stages that of each."""
+    sizes = [stage.nbytes for stage in packed]
+    each = [(f"host.{stage}", size) for stage, size in enumerate(sizes)] if len(sizes) > 1 else []
+    return (("host", max(sizes)), *each)
 
 
 def _fewer(program: Program, variables: Variables, target: Target, observe: Observer) -> Program:

@@ -35,7 +35,8 @@ from mpiflow.compiler.arrange import (
     NUMERICS,
     Observer,
     Target,
-    arrange,
+    arenas_of,
+    arrange_stages,
     priced,
     relative_line,
     stored,
@@ -44,7 +45,7 @@ from mpiflow.compiler.attempts import Levels, Planner, cheapest
 from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes
 from mpiflow.compiler.lower import lower_initialise, lower_save
-from mpiflow.compiler.memory import Packed, plan_memory
+from mpiflow.compiler.memory import Packed
 from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.pipeline import stream_count
@@ -210,18 +211,7 @@ class _Compiler:
         parts = [
             self._part(stage, train, evaluations, variables) for stage in range(self.mesh.stages)
         ]
-        steps = [
-            arrange([(p, kept) for p, (_, kept) in zip(step, parts, strict=True)],
-                    self.target, self.folder, self.observe)
-            for step in zip(*(programs for programs, _ in parts), strict=True)
-        ]  # fmt: skip
-        packed = [
-            plan_memory(tuple(kept.values()), tuple(programs))
-            for programs, (_, kept) in zip(zip(*steps, strict=True), parts, strict=True)
-        ]
-        for stage, memory in enumerate(packed):
-            self.observe("memory", f"stage {stage}" if train.stages else "all", memory)
-        return train, packed
+        return train, arrange_stages(parts, self.target, self.folder, self.observe)
 
     def _train_step(self, graph: Graph, timing: Timing | None, limit: Limit | None) -> Step:
         data, zero = self.data["train"], self.target.zero or 0
@@ -336,10 +326,6 @@ class _Compiler:
         train, placed, graph = self.data["train"], step.placed, step.placed.graph
         programs = tuple(program for stage in packed for program in stage.programs)
         self.notes += dict.fromkeys(note for stage in packed for note in stage.notes)
-        sizes = [stage.nbytes for stage in packed]
-        arenas = [("host", max(sizes))]
-        if len(sizes) > 1:
-            arenas += [(f"host.{stage}", size) for stage, size in enumerate(sizes)]
         ops = user_ops(programs, self.folder)
         self.notes += idle_ranks(programs, self.inside)
         dropped = train.rows % train.batch
@@ -360,7 +346,7 @@ class _Compiler:
             seed=self.job.seed,
             identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),
             variables=tuple(v for stage in packed for v in stage.variables),
-            arenas=tuple(arenas),
+            arenas=arenas_of(packed),
             process_bytes=max(map(self._process_bytes, packed)),
             data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
             settings=settings(self.job, train, programs),

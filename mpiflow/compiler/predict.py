@@ -3,6 +3,9 @@
 A step reads a batch, computes, and hands the rows to the write stream as they lie on the ranks:
 
     read -> compute ... -> stage (2 slots) -> write: rows [start, stop) of each output
+
+With pipeline stages, each writes the outputs that it makes. Batches stream through them: what is
+sent waits for nothing but the next batch, so a stage computes one while the next has that before.
 """
 
 from __future__ import annotations
@@ -15,20 +18,28 @@ from pathlib import Path
 
 import numpy as np
 
-from mpiflow.compiler.arrange import NUMERICS, Target, arrange, priced, stored
-from mpiflow.compiler.boxing import local_shape
+from mpiflow.compiler.account import reading_bytes
+from mpiflow.compiler.arrange import (
+    NUMERICS,
+    Target,
+    arenas_of,
+    arrange_stages,
+    priced,
+    stored,
+)
 from mpiflow.compiler.build import Builder
-from mpiflow.compiler.lower import PREFETCH, lower, lower_initialise
-from mpiflow.compiler.memory import plan_memory
-from mpiflow.compiler.signature import Placed, choose
-from mpiflow.compiler.stages import check_stages
+from mpiflow.compiler.lower import PREFETCH, lower_initialise
+from mpiflow.compiler.memory import Packed
+from mpiflow.compiler.parts import Step, make_step
+from mpiflow.compiler.signature import choose
+from mpiflow.compiler.stages import Stages, assign_equally, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.errors import DataError, UsageError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph, building
 from mpiflow.graph.op import REGISTRY
-from mpiflow.graph.sbp import B, S
+from mpiflow.graph.sbp import B, Layout, S
 from mpiflow.graph.tensor import Tensor, is_narrow
 from mpiflow.job import Job
 from mpiflow.ops.shape import cast
@@ -62,20 +73,16 @@ def compile_predict(
     cache_bytes: Callable[..., int] = lambda data, *spans: 0,
 ) -> Plan:
     """The plan, proven. It has the variables that the outputs need, and no others."""
-    check_stages(target.mesh)
     data = wanted.data
-    tail = data.rows % data.batch
-    sizes = [(PREDICT, data.batch)] if data.rows >= data.batch else []
-    sizes += [(f"{PREDICT}_tail", tail)] if tail else []
-    graphs = [_graph(job, wanted, name, rows) for name, rows in sizes]
-    placed = [choose(graphs[0], target.mesh, target.machine)]
-    layouts = {name: placed[0].sources[v.tensor] for name, v in graphs[0].variables.items()}
-    placed += [choose(graph, target.mesh, target.machine, layouts) for graph in graphs[1:]]
-    variables = {name: stored(graphs[0], name, layouts[name], target, folder) for name in layouts}
-    programs = [lower_initialise(graphs[0], variables, target.mesh, target.machine)]
-    programs += [_program(one, variables, target, data) for one in placed]
-    programs = [arrange([(program, variables)], target, folder)[0] for program in programs]
-    packed = plan_memory(tuple(variables.values()), tuple(programs))
+    steps = _steps(job, wanted, target)
+    placed = steps[0].placed
+    layouts = {name: placed.sources[v.tensor] for name, v in placed.graph.variables.items()}
+    variables = {
+        name: stored(placed.graph, name, layouts[name], target, folder) for name in layouts
+    }
+    parts = [_part(stage, steps, variables) for stage in range(target.mesh.stages)]
+    packed = arrange_stages(parts, target, folder)
+    programs = tuple(program for stage in packed for program in stage.programs)
     ops = user_ops(programs, folder)
     plan = Plan(
         job=job.name,
@@ -87,19 +94,53 @@ def compile_predict(
         overlap=target.machine.overlap,
         numerics=NUMERICS,
         seed=job.seed,
-        identity=(*_identity(graphs[0], job, data), *identity_section(ops)),
-        variables=packed.variables,
-        arenas=(("host", packed.nbytes),),
-        process_bytes=_process_bytes(packed.programs, packed.nbytes, target, data, cache_bytes),
+        identity=(*_identity(placed.graph, job, data), *identity_section(ops)),
+        variables=tuple(variable for stage in packed for variable in stage.variables),
+        arenas=arenas_of(packed),
+        process_bytes=max(_process_bytes(one, target, data, cache_bytes) for one in packed),
         data=(data,),
         settings=Settings(epochs=1, steps_per_epoch=ceil(data.rows / data.batch)),
-        programs=packed.programs,
-        notes=tuple(packed.notes),
+        programs=programs,
+        notes=tuple(dict.fromkeys(note for stage in packed for note in stage.notes)),
         ops=ops,
     )
     plan = priced(plan)
     verify(plan)
     return plan
+
+
+def _steps(job: Job, wanted: Wanted, target: Target) -> list[Step]:
+    """A step for full batches, then one for the rows that are left, if there are any of each."""
+    data = wanted.data
+    tail = data.rows % data.batch
+    sizes = [(PREDICT, data.batch)] if data.rows >= data.batch else []
+    sizes += [(f"{PREDICT}_tail", tail)] if tail else []
+    layouts: dict[str, Layout] | None = None
+    stages: Stages | None = None
+    steps = []
+    for name, rows in sizes:
+        graph = _graph(job, wanted, name, rows)
+        placed = choose(graph, target.inside, target.machine, layouts)
+        layouts = {name: placed.sources[v.tensor] for name, v in graph.variables.items()}
+        if stages is not None:
+            stages = assign_equally(graph, stages)
+        elif target.mesh.stages > 1:
+            stages = assign_stages(graph, placed.kernel_seconds(), target.mesh.stages)
+        steps.append(make_step(placed, data.name, rows, target, None, stages, forward=True))
+    return steps
+
+
+def _part(
+    stage: int, steps: list[Step], variables: dict[str, Variable]
+) -> tuple[list[Program], dict[str, Variable]]:
+    """What a stage does in each program, and its variables."""
+    target, graph = steps[0].target, steps[0].part(stage).graph
+    kept = {name: replace(variables[name], stage=stage) for name in graph.variables}
+    programs = [
+        lower_initialise(graph, kept, target.inside, target.machine),
+        *(_program(step, stage, kept) for step in steps),
+    ]
+    return [replace(program, stage=stage) for program in programs], kept
 
 
 def _graph(job: Job, wanted: Wanted, name: str, rows: int) -> Graph:
@@ -153,19 +194,18 @@ def _chosen(
     return chosen
 
 
-def _program(
-    placed: Placed, variables: dict[str, Variable], target: Target, data: DataSet
-) -> Program:
-    """The tasks of a step; the last ones hand out the rows of each output."""
-    graph, rows = placed.graph, next(iter(placed.graph.outputs.values())).shape[0]
-    program = lower(placed, variables, target.mesh, target.machine, data=data.name, rows=rows)
+def _program(step: Step, stage: int, variables: dict[str, Variable]) -> Program:
+    """The tasks of a stage in a step; the last ones hand out the rows of each output it makes."""
+    graph, target = step.placed.graph, step.target
+    program = step.program(stage, variables)
     registers = {register.name: register for register in program.registers}
-    build = Builder(target.mesh, target.machine, registers, list(program.tasks))
-    reads = next((t for t in program.tasks if t.kind == "read"), None)
-    split = registers[reads.outputs[0]].layout if reads else ()
+    build = Builder(target.inside, target.machine, registers, list(program.tasks))
+    split = next((step.placed.sources[tensor] for tensor in graph.inputs.values()), ())
     # Rows lie where their batch was read, so that few have to move.
-    layout = tuple(S(0) if sbp == S(0) else B for sbp in split) or (B,) * len(target.mesh.axes)
+    layout = tuple(S(0) if sbp == S(0) else B for sbp in split) or (B,) * len(target.inside.axes)
     for name, tensor in graph.outputs.items():
+        if step.stages and step.stages.first(step.stages.of(tensor)) != stage:
+            continue
         held = build.convert(registers[tensor.name], layout, tensor.where)
         staged = build.register(
             f"{PREDICT}/{name}", tensor.shape, tensor.dtype, layout, slots=PREFETCH
@@ -185,19 +225,11 @@ def _program(
 
 
 def _process_bytes(
-    programs: tuple[Program, ...],
-    arena: int,
-    target: Target,
-    data: DataSet,
-    cache_bytes: Callable[..., int],
+    packed: Packed, target: Target, data: DataSet, cache_bytes: Callable[..., int]
 ) -> int:
-    reads = [t for p in programs for t in p.tasks if t.kind == "read"]
-    registers = {r.name: r for r in programs[1].registers}
-    rows = data.batch
-    if reads:
-        register = registers[reads[0].outputs[0]]
-        rows = local_shape(register.shape, register.layout, target.mesh)[0]
-    return target.machine.process_bytes + arena + cache_bytes(data, (0, rows))
+    """The memory of a process: Python, MPI and HDF5, the arena, what reading keeps."""
+    read = reading_bytes(packed.programs, {data.name: data}, target.inside, cache_bytes)
+    return target.machine.process_bytes + packed.nbytes + read
 
 
 def _identity(graph: Graph, job: Job, data: DataSet) -> tuple[tuple[str, str], ...]:

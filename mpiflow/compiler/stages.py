@@ -24,7 +24,6 @@ from mpiflow.compiler.forward import forward_nodes, needing_both
 from mpiflow.compiler.signature import Placed
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
-from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.tensor import Tensor
 from mpiflow.plan.slice import itemsize
 
@@ -97,14 +96,6 @@ def part(placed: Placed, stages: Stages, stage: int) -> Placed:
     return replace(placed, graph=mine, nodes=nodes, sources=sources)
 
 
-def check_stages(mesh: Mesh) -> None:
-    """CompileError on a mesh with pipeline stages, for programs that do not run in any."""
-    if mesh.stages > 1:
-        raise CompileError(
-            f"mesh {mesh}: predictions are not made in pipeline stages; use other axes"
-        )
-
-
 def assign_stages(
     graph: Graph, seconds: dict[Node, float], stages: int, virtual: int = 1
 ) -> Stages:
@@ -151,6 +142,23 @@ def assign_like(graph: Graph, trained: Stages) -> Stages:
         chunks[node] = next((c for c in where if c >= first), max(where, default=first))
     spread = _Spread(graph, chunks, kept)
     return spread.stages(trained.count, trained.stages, dict.fromkeys(both, 0.0))
+
+
+def assign_equally(graph: Graph, other: Stages) -> Stages:
+    """The chunks of the same nodes, traced for another number of rows; CompileError for others."""
+    nodes = {node.name: chunks for node, chunks in other.nodes.items()}
+    variables = {tensor.name: chunks for tensor, chunks in other.variables.items()}
+    for node in graph.live():
+        if node.name not in nodes:
+            raise CompileError(
+                f"{graph.name} has {node.name}, which the model does not compute for other numbers"
+                f" of rows; with pipeline stages it has to do the same for any\n  {node.where}"
+            )
+    return replace(
+        other,
+        nodes={node: nodes[node.name] for node in graph.live()},
+        variables={v.tensor: variables[name] for name, v in graph.variables.items()},
+    )
 
 
 def _cut_nodes(graph: Graph) -> list[Node]:

@@ -213,13 +213,20 @@ def verify_predict(plan: Plan) -> None:
     _check_first(plan)
     tail = data.rows % data.batch
     wanted = ([data.batch] if data.rows >= data.batch else []) + ([tail] if tail else [])
-    programs = [program for program in plan.programs if program.data == data.name]
-    _require("the rows of the programs", [program.rows for program in programs], wanted)
-    given = [_check_rows(plan, program) for program in programs]
-    for program, outputs in zip(programs, given, strict=True):
-        _check_tasks(plan, program)
-        _require(f"what program {program.name} gives for a row", outputs, given[0])
-    _check_arena(plan)
+    owners: dict[str, int] = {}
+    for number, stage in enumerate(plan.stages()):
+        programs = [program for program in stage.programs if program.data == data.name]
+        _require("the rows of the programs", [program.rows for program in programs], wanted)
+        given = [_check_rows(stage, program) for program in programs]
+        for program, outputs in zip(programs, given, strict=True):
+            _check_tasks(stage, program)
+            _require(f"what program {program.name} gives for a row", outputs, given[0])
+        for output in given[0]:
+            if owners.setdefault(output, number) != number:
+                raise VerifyError(
+                    f"output {output!r} is written by stage {owners[output]} and stage {number}"
+                )
+        _check_arena(stage)
 
 
 def _check_rows(plan: Plan, program: Program) -> dict[str, str]:

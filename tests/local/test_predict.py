@@ -10,7 +10,7 @@ import pytest
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.errors import CheckpointError, DataError, UsageError, VerifyError
+from mpiflow.errors import CheckpointError, CompileError, DataError, UsageError, VerifyError
 from mpiflow.exec.failure import Failure
 from mpiflow.exec.local import run_local
 from mpiflow.graph.mesh import parse_mesh
@@ -49,6 +49,9 @@ WEIGHTS = {
 }  # fmt: skip
 
 
+MIDDLE = WEIGHTS | {"middle.weight": draw(7, 7), "middle.bias": draw(3, 7)[0]}
+
+
 def logits_of(weights, images=IMAGES):
     hidden = np.maximum(images / 16 @ weights["fc1.weight"] + weights["fc1.bias"], 0)
     return hidden @ weights["out.weight"] + weights["out.bias"]
@@ -84,7 +87,9 @@ def predicted(plan, folder, **more):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("mesh", ["data=1", "data=3", "model=2", "data=2,model=2"])
+@pytest.mark.parametrize(
+    "mesh", ["data=1", "data=3", "model=2", "data=2,model=2", "stage=2", "stage=2,data=2"]
+)
 def test_rows_are_in_order_on_any_ranks(folder, mesh):
     found = predicted(planned(folder, mesh), folder)
     expected = logits_of(WEIGHTS)
@@ -101,6 +106,67 @@ def test_batches_of_any_size(folder, batch):
     found = predicted(planned(folder, "data=3", small, outputs=["logits"]), folder)
     assert list(found) == ["logits"]
     np.testing.assert_allclose(found["logits"], logits_of(WEIGHTS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.ranks(3)
+def test_each_stage_writes_what_it_makes(folder):
+    def with_hidden(batch):
+        x = mf.cast(batch["image"], "float32") / 16
+        with mf.stage(0):
+            hidden = mf.relu(nn.Dense(7, name="fc1")(x))
+        with mf.stage(1):
+            rows = mf.reduce_sum(hidden * nn.Dense(7, name="middle")(hidden), dim=-1)
+        with mf.stage(2):
+            logits = nn.Dense(jobs.CLASSES, name="out")(hidden)
+        return {"logits": logits, "hidden": hidden, "sum": rows, "twice": hidden + hidden}
+
+    infos = [TensorInfo(n, a.shape, a.dtype.name) for n, a in MIDDLE.items()]
+    safetensors.write(folder / "w.safetensors", infos, iter(MIDDLE.values()), {})
+    staged = planned(folder, "stage=3", replace(job(), model=with_hidden))
+    written = [
+        {t.attributes["output"] for t in p.tasks if t.stream == WRITE}
+        for p in staged.programs if p.name == "predict"
+    ]  # fmt: skip
+    assert written == [{"hidden"}, {"sum"}, {"logits", "twice"}]
+    assert [v.name for v in staged.at_stage(2).variables] == ["out.weight", "out.bias"]
+    found = predicted(staged, folder)
+    alone = predicted(
+        planned(folder, "data=1", replace(job(), model=with_hidden)), folder, overwrite=True
+    )
+    assert found.keys() == alone.keys()
+    for name, rows in alone.items():
+        np.testing.assert_allclose(found[name], rows, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found["logits"], logits_of(WEIGHTS), rtol=0, atol=1e-5)
+
+
+def test_a_model_that_does_something_else_for_few_rows_is_refused(folder):
+    def uneven(batch):
+        outputs = model(batch)
+        if batch["image"].shape[0] < BATCH:
+            outputs["logits"] = mf.sigmoid(outputs["logits"])
+        return outputs
+
+    planned(folder, "data=2", replace(job(), model=uneven))
+    with pytest.raises(CompileError, match="predict_tail has sigmoid, which the model does not"):
+        planned(folder, "stage=2", replace(job(), model=uneven))
+
+
+def test_two_stages_that_write_one_output_are_refused(folder):
+    plan = planned(folder, "stage=2")
+
+    second = plan.at_stage(1)
+
+    def with_write(program):
+        """The program of stage 0, which also writes an output of stage 1."""
+        other = second.program(program.name)
+        write = next(task for task in other.tasks if task.stream == WRITE)
+        rows = next(r for r in other.registers if r.name in write.inputs)
+        rows = replace(rows, offset=0)
+        return replace(program, registers=(*program.registers, rows), tasks=(*program.tasks, write))
+
+    programs = [with_write(p) if p.data and not p.stage else p for p in plan.programs]
+    with pytest.raises(VerifyError, match="is written by stage 0 and stage 1"):
+        verify_predict(replace(plan, programs=tuple(programs)))
 
 
 def test_a_plan_has_only_what_the_outputs_need(folder):

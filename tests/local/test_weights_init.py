@@ -18,7 +18,7 @@ from mpiflow.plan import store
 from mpiflow.plan.verify_run import verify_run
 from mpiflow.weights import check_first, import_weights, load_first, with_first_values
 
-MESHES = ["data=1", "data=3", "data=2,model=2"]
+MESHES = ["data=1", "data=3", "data=2,model=2", "stage=2"]
 TURNED = {
     "fc1.weight": {"from": "hidden.weight", "as": "o i -> i o"},
     "fc1.bias": "hidden.bias",

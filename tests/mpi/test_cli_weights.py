@@ -60,16 +60,17 @@ def predictions(path):
 @pytest.mark.ranks(3)
 def test_predictions_are_those_of_the_evaluation(run, command, tmp_path):
     last = evaluations_of(run.train(2, "--steps", 12))[-1]
-    for ranks in (1, 3):
-        out = tmp_path / f"{ranks}.h5"
+    for mesh in ("data=1", "data=3", "stage=2"):
+        out, ranks = tmp_path / f"{mesh}.h5", int(mesh[-1])
         said = command(ranks, "predict", tmp_path / "job.py", "--checkpoint", tmp_path / "run",
-                       "--data", tmp_path, "-o", out)  # fmt: skip
+                       "--data", tmp_path, "-o", out, "--mesh", mesh)  # fmt: skip
         rows = last["rows"]
         assert said == f"{out}: logits float32 ({rows}, {CLASSES})\n{out}: hit bool ({rows},)\n"
-    one, three = predictions(tmp_path / "1.h5"), predictions(tmp_path / "3.h5")
+    one, *others = (predictions(tmp_path / f"{m}.h5") for m in ("data=1", "data=3", "stage=2"))
     assert one["hit"].sum() == last["hits"]
-    np.testing.assert_array_equal(one["hit"], three["hit"])
-    np.testing.assert_allclose(one["logits"], three["logits"], rtol=0, atol=1e-5)
+    for other in others:
+        np.testing.assert_array_equal(one["hit"], other["hit"])
+        np.testing.assert_allclose(one["logits"], other["logits"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.ranks(2)

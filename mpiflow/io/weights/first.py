@@ -177,9 +177,10 @@ def fill_all(
     boxes: Mapping[str, Box],
     arrays: Mapping[str, np.ndarray],
 ) -> None:
-    """Fill each variable's array, which is the part `boxes` of it."""
+    """Fill each variable that is here: its array, which is the part `boxes` of it."""
     for one in filled:
-        fill(source, one, boxes[one.variable], arrays[one.variable])
+        if one.variable in arrays:
+            fill(source, one, boxes[one.variable], arrays[one.variable])
 
 
 def fill(source: Tensors, filled: Filled, box: Box, out: np.ndarray) -> None:
