@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from mpiflow.plan.places import AHEAD, H2D, workspace_space
 from mpiflow.plan.records import WRITE, Plan, Program, Register, Task, Variable
 from mpiflow.plan.unroll import enough, folded, unroll
-from mpiflow.plan.verify_order import in_turn, waits_of
+from mpiflow.plan.waits import in_turn, waits_of
 
 CLASSES = (
     "variables", "optimizer state", "read slots", "staging of saves", "activations", "gradients",

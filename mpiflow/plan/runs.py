@@ -9,8 +9,8 @@ where one of them is slower. Only tasks of compute are put together, where none 
 for another stream. So runs wait in a circle exactly if tasks do, and times of runs are those of
 tasks; but there are few of them, and a step of a long pipeline is walked in little time.
 
-What waits for what is said by `plan.unroll` and `plan.join`, which write every firing out; this
-says the same without doing that.
+What waits for what is said by `plan.unroll`, which writes every firing out; this says the same
+without doing that.
 """
 
 from __future__ import annotations

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from math import inf
 
 from mpiflow.errors import PlanError
-from mpiflow.plan.join import joined
+from mpiflow.plan.marked import Step, Walk
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import WRITE, Plan, Task
 from mpiflow.plan.runs import Lane, Run, Runs, runs_of, stops_within
-from mpiflow.plan.verify_order import in_turn, waits_of
 
 KINDS = ("compute", "comm", "send", "receive", "h2d", "d2h", "read", "write")
 
@@ -163,8 +162,8 @@ def simulate(
         raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
     runs = runs_of(plan, program, micro_batches, lanes)
     if len(runs.order) < len(runs.runs):
-        together = joined(plan, program, micro_batches)
-        in_turn(together, waits_of(together))  # which says what waits in a circle
+        for _ in Walk([Step(one) for one in runs.programs]).run():
+            pass  # it raises, and says what waits in a circle
         raise PlanError(f"program {program} would hang: tasks wait for slots that are never freed")
     clock = _Clock(runs, _durations(runs, dict(factors or {})), plan.overlap)
     for _ in range(steps):

@@ -1,12 +1,12 @@
 """Verify: a plan that passes completes on every rank, whatever the timing, and reads what it wrote.
 
     verify             names, then each program
-    verify_phases      loops over micro-batches, which the parts below see written out
-    verify_layout      tensors and collectives
-    verify_order       one step completes without buffering; what happens before what
-    verify_memory      variables, aliases, shared bytes
-    verify_places      what lies where, copies, routes
-    verify_stages      pipeline stages, each of which is proven as a plan of its own
+    verify_layout      form: tensors and collectives
+    verify_phases      form: loops over micro-batches
+    verify_places      form: what lies where, copies, routes
+    verify_stages      form: pipeline stages; each is proven as a plan of its own, then all together
+    marked             proof: one step completes without buffering
+    verify_memory      proof: variables, aliases and shared bytes, by what happens before what
 
 Nothing here comes from the compiler: the plan's records alone are read.
 """
@@ -18,12 +18,11 @@ from collections.abc import Iterable
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import Broadcast, Partial, layout_text
+from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD, D2H, FEED, H2D, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
-from mpiflow.plan.unroll import enough, unroll
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
-from mpiflow.plan.verify_memory import check_between, check_memory
-from mpiflow.plan.verify_order import order_of
+from mpiflow.plan.verify_memory import check_aliases, check_between, check_memory
 from mpiflow.plan.verify_phases import check_count, check_phases
 from mpiflow.plan.verify_places import arenas_by_space, check_places, check_routes
 from mpiflow.plan.verify_stages import check_parts, check_together
@@ -88,9 +87,8 @@ def _check_program(plan: Plan, program: Program, arenas: dict[str, int]) -> None
         _check_workspace(task, arenas[workspace_space(task.route)], context)
     check_places(plan, program, context)
     check_phases(program, context)
-    program = unroll(program, enough(program))
-    order = order_of(program)
-    check_memory(plan, program, order)
+    check_aliases(program, tensors)
+    check_memory(plan.variables, Step(program))
     _check_reading(plan, program, context)
     _check_outputs(program, context)
     _check_role(plan, program, context)

@@ -1,8 +1,8 @@
 """Verify, part three: no byte is overwritten before its last reader, whatever the timing.
 
-Two pieces of memory may share bytes where all accesses of one are complete before the task that
+Two pieces of memory may share bytes where all accesses of one are complete before the firing that
 first writes the other starts. That relation is transitive, so the pieces over any byte, sorted by
-their first task, need only be compared with their neighbours: a sweep over the arena makes two
+their first firing, need only be compared with their neighbours: a sweep over the arena makes two
 comparisons a piece. Compute and communication drain at the end of a step, so comparing within one
 step is enough; what the `read` and `write` streams touch outlives it and shares with nothing.
 """
@@ -10,52 +10,79 @@ step is enough; what the `read` and `write` streams touch outlives it and shares
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
 from mpiflow.errors import VerifyError
+from mpiflow.plan.marked import Step, Walk
 from mpiflow.plan.places import AHEAD, H2D, workspace_space
 from mpiflow.plan.records import WRITE, Plan, Program, Register, Variable
-from mpiflow.plan.verify_layout import kind_of, label
-from mpiflow.plan.verify_order import Order
+from mpiflow.plan.verify_layout import label
+
+Use = tuple[int, int]
+"""A stream, and the number of a firing on it."""
+
+
+class Order:
+    """What happens before what in a step; VerifyError where it would not come to its end.
+
+    Of each firing: its place in one valid order, and of each other stream the last firing that is
+    surely complete when it starts.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.place = [0] * step.size
+        self._stream = [0] * step.size
+        self._over: list[tuple[int, ...]] = [()] * step.size
+        latest = [(-1,) * len(step.streams)] * len(step.streams)
+        for place, firing in enumerate(Walk([step]).run()):
+            stream = step.stream[firing.task]
+            clock = latest[stream]
+            for other, number, _ in step.before(firing):
+                if other != stream and clock[other] < number:
+                    merged = list(map(max, clock, self._over[number]))
+                    merged[other] = number
+                    clock = tuple(merged)
+            latest[stream] = self._over[firing.number] = clock
+            self.place[firing.number], self._stream[firing.number] = place, stream
+
+    def before(self, use: Use, firing: int) -> bool:
+        """Whether a firing is surely complete when another starts."""
+        stream, number = use
+        if stream == self._stream[firing]:
+            return number < firing
+        return self._over[firing][stream] >= number
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of a space's arena, the task that first writes them, and all that use it.
+    """Bytes [start, stop) of a space, the firing that first writes them, and the last that use
+    them, of each stream.
 
-    `accesses` has a bit for each task. `alone` pieces share with nothing, before or after;
-    `lasting` ones are needed until the step ends. A variable has first = -1.
+    `name` and `aliases` are of a register and the micro-batch. `alone` pieces share with nothing,
+    before or after; `lasting` ones are needed until the step ends. A variable has first = -1.
     """
 
     what: str
-    name: str
-    aliases: str
+    space: str
+    name: tuple[str, int]
+    aliases: tuple[str, int]
     start: int
     stop: int
     first: int
-    accesses: int
-    key: tuple[int, int]
+    place: int
+    uses: tuple[Use, ...]
     alone: bool
     lasting: bool
-    space: str
 
 
-def check_memory(plan: Plan, program: Program, order: Order) -> None:
+def check_memory(variables: Iterable[Variable], step: Step) -> None:
     """Variables have one writer, after all readers; aliases and shared bytes are in order."""
-    readers, writers = _uses(program)
-    tensors = plan.tensors(program)
-    for register in program.registers:
-        if register.aliases:
-            _check_alias(register, tensors, program, writers)
-            if isinstance(tensors[register.aliases], Variable):
-                writers[register.aliases].extend(writers[register.name])
-    for variable in plan.variables:
-        _check_variable(variable, readers[variable.name], writers[variable.name], program, order)
-    pieces = _pieces(plan, program, order, readers, writers)
-    for space in {piece.space: None for piece in pieces}:
-        _sweep([piece for piece in pieces if piece.space == space], program, order)
+    order = Order(step)
+    writers = _writers(step)
+    for variable in variables:
+        _check_variable(variable, writers.get(variable.name, []), step, order)
+    _sweep(list(_pieces(variables, step, order)), step, order)
 
 
 def check_between(plan: Plan) -> None:
@@ -103,56 +130,28 @@ def _spans(program: Program) -> list[tuple[int, int, str, str, bool, str]]:
     ]
 
 
-Uses = defaultdict[str, list[int]]
-
-
-def _uses(program: Program) -> tuple[Uses, Uses]:
-    """The tasks that read and that write each tensor."""
-    readers: Uses = defaultdict(list)
-    writers: Uses = defaultdict(list)
-    for i, task in enumerate(program.tasks):
-        for name in task.inputs:
-            readers[name].append(i)
-        for name in task.outputs:
-            writers[name].append(i)
-    return readers, writers
-
-
-def _check_variable(
-    variable: Variable, readers: list[int], writers: list[int], program: Program, order: Order
-) -> None:
-    what = f"program {program.name}: variable {variable.name}"
-    if not writers:
-        return
-    if len(writers) > 1:
-        first, second = (label(program.tasks[i]) for i in writers[:2])
-        raise VerifyError(f"{what} is written by {first} and by {second}; one may write it")
-    writer = program.tasks[writers[0]]
-    if writer.stream in AHEAD:
-        raise VerifyError(f"{what} is written by {label(writer)}, which runs ahead of the step")
-    for reader in readers:
-        if reader != writers[0] and not order.before[writers[0]] >> reader & 1:
+def check_aliases(program: Program, tensors: dict[str, Register]) -> None:
+    """A register lies exactly over what it aliases, which its producer reads, or copies over."""
+    makers = {name: task for task in program.tasks for name in task.outputs}
+    registers = {register.name: register for register in program.registers}
+    for register in program.registers:
+        if not register.aliases:
+            continue
+        target, task = tensors[register.aliases], makers[register.name]
+        what = f"program {program.name}: register {register.name} of {label(task)}"
+        if target.name not in task.inputs and task.kind != H2D:
+            raise VerifyError(f"{what} aliases {target.name}, which {label(task)} does not read")
+        place, wanted = ((r.offset, r.nbytes, r.slots, r.rewound) for r in (register, target))
+        if place != wanted or register.space != target.space:
             raise VerifyError(
-                f"{what} may be overwritten by {label(writer)} before "
-                f"{label(program.tasks[reader])} has read it; nothing orders the two"
+                f"{what} aliases {target.name}, but lies at {_place(register)} and "
+                f"{target.name} at {_place(target)}"
             )
-
-
-def _check_alias(
-    register: Register, tensors: dict[str, Register], program: Program, writers: Uses
-) -> None:
-    """The register lies exactly over what it aliases, which its producer reads, or copies over."""
-    target = tensors[register.aliases]
-    producer = program.tasks[writers[register.name][0]]
-    what = f"program {program.name}: register {register.name} of {label(producer)}"
-    if target.name not in producer.inputs and producer.kind != H2D:
-        raise VerifyError(f"{what} aliases {target.name}, which {label(producer)} does not read")
-    place, wanted = ((r.offset, r.nbytes, r.slots, r.rewound) for r in (register, target))
-    if place != wanted or register.space != target.space:
-        raise VerifyError(
-            f"{what} aliases {target.name}, but lies at {_place(register)} and "
-            f"{target.name} at {_place(target)}"
-        )
+        chain = [register.name]
+        while (following := registers[chain[-1]].aliases) in registers:
+            if following in chain:
+                raise VerifyError(f"{what} aliases {target.name}, which aliases it in turn")
+            chain.append(following)
 
 
 def _place(r: Register) -> str:
@@ -160,95 +159,130 @@ def _place(r: Register) -> str:
     return f"bytes {r.offset}..{r.offset + r.slots * r.nbytes}{where} ({r.slots} x {r.nbytes})"
 
 
-def _pieces(
-    plan: Plan, program: Program, order: Order, readers: Uses, writers: Uses
-) -> list[Piece]:
-    pieces: list[Piece] = []
-    variables = {variable.name for variable in plan.variables}
-    kept = {output.register for output in program.outputs}
-    ahead = {i for i, task in enumerate(program.tasks) if task.stream in AHEAD}
-    behind = {i for i, task in enumerate(program.tasks) if task.stream == WRITE}
+def _writers(step: Step) -> dict[str, list[int]]:
+    """The tasks that write a variable, or a register over it."""
+    over = {r.name: r.aliases for r in step.program.registers if r.aliases}
+    found: dict[str, list[int]] = {}
+    for i, task in enumerate(step.tasks):
+        for name in task.outputs:
+            found.setdefault(over.get(name, name), []).append(i)
+    return found
 
-    def add(what: str, name: str, aliases: str, start: int, nbytes: int, first: int,
-            tasks: list[int], alone: bool, lasting: bool, space: str) -> None:  # fmt: skip
-        if nbytes:
-            accesses = sum(1 << i for i in set(tasks))
-            key = (order.position[first] if first >= 0 else -1, len(pieces))
-            pieces.append(
-                Piece(what, name, aliases, start, start + nbytes, first, accesses, key, alone,
-                      lasting, space)
+
+def _check_variable(variable: Variable, writers: list[int], step: Step, order: Order) -> None:
+    what = f"program {step.program.name}: variable {variable.name}"
+    if not writers:
+        return
+    writer = label(step.tasks[writers[0]])
+    if len(writers) > 1:
+        other = label(step.tasks[writers[1]])
+        raise VerifyError(f"{what} is written by {writer} and by {other}; one may write it")
+    if step.tasks[writers[0]].stream in AHEAD:
+        raise VerifyError(f"{what} is written by {writer}, which runs ahead of the step")
+    if step.looped(writers[0]):
+        raise VerifyError(f"{what} is written by {writer} once a micro-batch; once a step")
+    for reader in step.users.get(variable.name, ()):
+        use = step.stream[reader], step.last(reader)
+        if reader != writers[0] and not order.before(use, step.number(writers[0], 0)):
+            raise VerifyError(
+                f"{what} may be overwritten by {writer} before {label(step.tasks[reader])} has read"
+                " it; nothing orders the two"
+            )
+
+
+def _pieces(variables: Iterable[Variable], step: Step, order: Order) -> Iterator[Piece]:
+    for v in variables:
+        if v.nbytes:
+            yield Piece(
+                f"variable {v.name}", v.space, (v.name, 0), ("", 0), v.offset, v.offset + v.nbytes,
+                -1, -1, (), alone=True, lasting=True,
+            )  # fmt: skip
+    names = {v.name for v in variables}
+    kept = {output.register for output in step.program.outputs}
+    for r in step.program.registers:
+        if r.nbytes:
+            yield from _pieces_of(r, step, order, r.name in kept or r.aliases in names)
+    for i, task in enumerate(step.tasks):
+        start, nbytes = task.workspace
+        alone, what = task.stream in (*AHEAD, WRITE), f"the workspace of {label(task)}"
+        for micro in range(step.count if step.looped(i) else 1) if nbytes else ():
+            first = step.number(i, micro)
+            yield Piece(
+                what, workspace_space(task.route), ("", 0), ("", 0), start, start + nbytes, first,
+                order.place[first], ((step.stream[i], first),), alone, lasting=False,
             )  # fmt: skip
 
-    for r in (*plan.variables, *program.registers):
-        uses = readers[r.name] + writers[r.name]
-        if r.micro and ahead & set(writers[r.name]):
-            continue  # one piece for all slots
-        variable = r.name in variables
-        slot, slots = (r.micro % r.slots, 1) if r.rewound else (0, r.slots)
-        add(
-            f"{kind_of(r)} {r.name}", r.name, r.aliases, r.offset + slot * r.nbytes,
-            slots * r.nbytes,
-            -1 if variable else writers[r.name][0], uses,
-            alone=variable or bool(ahead & set(writers[r.name])) or bool(behind & set(uses)),
-            lasting=variable or r.name in kept or r.aliases in variables, space=r.space,
+
+def _pieces_of(r: Register, step: Step, order: Order, lasting: bool) -> Iterator[Piece]:
+    """A piece for each micro-batch that has a register of its own; what is read ahead is one."""
+    maker = step.makers[r.name]
+    tasks = [maker, *step.users.get(r.name, ())]
+    ahead = step.tasks[maker].stream in AHEAD
+    alone = ahead or any(step.tasks[i].stream == WRITE for i in tasks)
+    parts = step.in_parts(r) and not ahead
+    target = step.registers.get(r.aliases)
+    apart = target is not None and step.in_parts(target)
+    for micro in range(step.count if parts else 1):
+        uses: dict[int, int] = {}
+        for i in tasks:
+            number = step.number(i, micro) if parts else step.last(i)
+            stream = step.stream[i]
+            uses[stream] = max(uses.get(stream, -1), number)
+        first = step.number(maker, micro)
+        slot, slots = (micro % r.slots, 1) if r.rewound else (0, r.slots)
+        start = r.offset + slot * r.nbytes
+        yield Piece(
+            f"register {r.name}", r.space, (r.name, micro), (r.aliases, micro if apart else 0),
+            start, start + slots * r.nbytes, first, order.place[first], tuple(uses.items()),
+            alone, lasting,
         )  # fmt: skip
-    for i, task in enumerate(program.tasks):
-        start, nbytes = task.workspace
-        alone = i in ahead or i in behind
-        add(f"the workspace of {label(task)}", "", "", start, nbytes, i, [i], alone, False,
-            workspace_space(task.route))  # fmt: skip
-    return pieces
 
 
-def _sweep(pieces: list[Piece], program: Program, order: Order) -> None:
-    """Compare the pieces over each byte with their neighbours in the order of first tasks."""
-    events = [(p.start, 1, i) for i, p in enumerate(pieces)]
-    events += [(p.stop, 0, i) for i, p in enumerate(pieces)]
-    live: list[Piece] = []
-    for _, opens, i in sorted(events):
-        piece = pieces[i]
-        place = bisect_left(live, piece.key, key=attrgetter("key"))
+def _sweep(pieces: list[Piece], step: Step, order: Order) -> None:
+    """Compare the pieces over each byte with their neighbours in the order of first firings."""
+    events = [(p.space, p.start, 1, p.place, i) for i, p in enumerate(pieces)]
+    events += [(p.space, p.stop, 0, p.place, i) for i, p in enumerate(pieces)]
+    live: list[tuple[int, int]] = []  # place and number of pieces
+    for _, _, opens, place, i in sorted(events):
+        at = bisect_left(live, (place, i))
         if not opens:
-            del live[place]
+            del live[at]
             continue
-        if place:
-            _compare(live[place - 1], piece, program, order)
-        if place < len(live):
-            _compare(piece, live[place], program, order)
-        live.insert(place, piece)
+        if at:
+            _compare(pieces[live[at - 1][1]], pieces[i], step, order)
+        if at < len(live):
+            _compare(pieces[i], pieces[live[at][1]], step, order)
+        live.insert(at, (place, i))
 
 
-def _compare(a: Piece, b: Piece, program: Program, order: Order) -> None:
-    """Raise unless all accesses of `a` are complete when the first task of `b` starts."""
-    declared = bool(b.aliases) and b.aliases == a.name
+def _compare(a: Piece, b: Piece, step: Step, order: Order) -> None:
+    """Raise unless all accesses of `a` are complete when the first firing of `b` starts."""
+    declared = bool(b.aliases[0]) and b.aliases == a.name
     update = declared and a.first < 0  # writing over a variable is allowed; see _check_variable
-    shared = f"{a.what} and {b.what} share bytes {max(a.start, b.start)}..{min(a.stop, b.stop)}"
-    if b.alone or (a.alone and not update):
-        keeper = a if a.alone else b
+    alone = b.alone or (a.alone and not update)
+    late = [
+        number
+        for stream, number in a.uses
+        if not (order.before((stream, number), b.first) or (declared and number == b.first))
+    ]
+    if not (alone or late or a.first == b.first or (a.lasting and not update)):
+        return
+    shared = (
+        f"program {step.program.name}: {a.what} and {b.what} share bytes"
+        f" {max(a.start, b.start)}..{min(a.stop, b.stop)}"
+    )
+    users = [step.label(p.first) for p in (a, b) if p.first >= 0]
+    if alone:
         raise VerifyError(
-            f"program {program.name}: {shared}{_users(a, b, program)}, but {keeper.what} is in "
-            "use beyond the step and keeps its memory to itself"
+            f"{shared} (written by {' and '.join(users)}), but {(a if a.alone else b).what} is in"
+            " use beyond the step and keeps its memory to itself"
         )
-    writer = label(program.tasks[b.first])
     if a.first == b.first:
-        raise VerifyError(f"program {program.name}: {shared}: {writer} uses both at once")
-    late = a.accesses & ~order.before[b.first]
-    if declared:
-        late &= ~(1 << b.first)
+        raise VerifyError(f"{shared}: {users[-1]} uses both at once")
     if a.lasting and not update:
         raise VerifyError(
-            f"program {program.name}: {shared}: {writer} overwrites {a.what}, which is needed "
-            "until the step ends"
+            f"{shared}: {users[-1]} overwrites {a.what}, which is needed until the step ends"
         )
-    if late:
-        user = order.last(late)
-        who = "it" if user == b.first else label(program.tasks[user])
-        raise VerifyError(
-            f"program {program.name}: {shared}: {writer} may write {b.what} "
-            f"while {who} still uses {a.what}"
-        )
-
-
-def _users(a: Piece, b: Piece, program: Program) -> str:
-    names = [label(program.tasks[p.first]) for p in (a, b) if p.first >= 0]
-    return f" (written by {' and '.join(names)})" if names else ""
+    user = max(late, key=order.place.__getitem__)
+    who = "it" if user == b.first else step.label(user)
+    raise VerifyError(f"{shared}: {users[-1]} may write {b.what} while {who} still uses {a.what}")

@@ -12,14 +12,12 @@ from typing import Any
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import layout_text
-from mpiflow.plan.join import joined
+from mpiflow.plan.marked import Step, Walk
 from mpiflow.plan.places import arenas_of
 from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
-from mpiflow.plan.runs import runs_of
 from mpiflow.plan.unroll import enough
 from mpiflow.plan.verify_calls import check_calls
 from mpiflow.plan.verify_layout import label
-from mpiflow.plan.verify_order import in_turn, waits_of
 
 Message = tuple[int, int, Any]
 """From which stage, to which, and its number."""
@@ -74,24 +72,9 @@ def check_together(plan: Plan) -> None:
         programs = [program for program in plan.programs if program.name == name]
         _check_same_steps(programs)
         _check_messages(plan, programs)
-        _check_ends(plan, name, max(map(enough, programs)))
+        for _ in Walk([Step(program) for program in programs]).run():
+            pass  # it raises where they wait for each other
         check_calls(plan, programs, max(map(enough, programs)))
-
-
-def _check_ends(plan: Plan, name: str, micro_batches: int) -> None:
-    """The stages together come to the end of a step: of all micro-batches, as runs of tasks."""
-    runs = runs_of(plan, name)
-    if len(runs.order) == len(runs.runs):
-        return
-    for count in (micro_batches, None):
-        together = joined(plan, name, count)
-        in_turn(together, waits_of(together))  # which says what waits in a circle
-    stuck = min(set(range(len(runs.runs))) - set(runs.order))
-    run = runs.runs[stuck]
-    raise VerifyError(
-        f"program {name} would hang: on {runs.lanes[run.lane].label} {label(runs.tasks(run)[0])} of"
-        f" micro-batch {run.micro} waits for a slot that is never freed"
-    )
 
 
 def _check_same_steps(programs: list[Program]) -> None:

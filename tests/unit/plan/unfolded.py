@@ -2,12 +2,13 @@
 
 from collections import defaultdict
 
-from mpiflow.plan.join import joined
+from together import joined
+
 from mpiflow.plan.records import READ, WRITE
 from mpiflow.plan.runs import Lane
 from mpiflow.plan.simulator import Event
 from mpiflow.plan.unroll import slot_before
-from mpiflow.plan.verify_order import in_turn, waits_of
+from mpiflow.plan.waits import in_turn, waits_of
 
 
 def firings(plan, name, steps):

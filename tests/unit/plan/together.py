@@ -40,11 +40,6 @@ def joined(plan: Plan, name: str, micro_batches: int | None = None) -> Program:
     )
 
 
-def stage_of(stream: str) -> int:
-    """The stage of a stream of a joined program; 0 where there are no stages."""
-    return int(stream.partition("@")[2] or 0)
-
-
 def _numbered(program: Program) -> Program:
     """With the stage in all names but those of variables."""
     stage, known = program.stage, {register.name for register in program.registers}
