@@ -226,7 +226,10 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                     _argument("--steps", type=int, metavar="N",
                               help="train up to step N instead of epochs"),
                     _argument("--accept-changes", action="store_true",
-                              help="go on from a checkpoint of a changed program"))),
+                              help="go on from a checkpoint of a changed program"),
+                    _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",
+                              help="record when each task runs, in these steps (default: the 3rd to"
+                              " the 12th of this run); see `mpiflow trace`"))),
     (weight_commands.predict, (
         _argument("job", metavar="FILE.py[:function]"), _MESH, _SET, _DATA,
         _argument("--checkpoint", required=True, metavar="RUN|CHECKPOINT|WEIGHTS",

@@ -253,6 +253,9 @@ def run(options: Namespace) -> int:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")
     from mpiflow.exec.failure import guard
     from mpiflow.exec.launch import connect
+    from mpiflow.window import parse_window
+
+    trace = None if options.trace is None else parse_window(options.trace)
 
     transport = connect()
     with guard(transport) as failure:
@@ -269,7 +272,14 @@ def run(options: Namespace) -> int:
             made,
             transport,
             failure,
-            Options(out, Path(options.data), options.fresh, options.steps, options.accept_changes),
+            Options(
+                out,
+                Path(options.data),
+                options.fresh,
+                options.steps,
+                options.accept_changes,
+                trace,
+            ),
         )
     return code
 

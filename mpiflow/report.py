@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import IO, Any
 
-from mpiflow.plan.text import size_text, time_text
+from mpiflow.plan.text import size_text, table, time_text
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 10.0
 _BAR = 24
 _RESULTS = 8
+_LEAST = 5e-4
+"""Share of a step below which an item of it is not shown."""
 
 
 class Progress:
@@ -76,28 +79,84 @@ def results_text(row: dict[str, Any]) -> str:
     return ", ".join(values)
 
 
+_TITLES = {
+    "compute": "compute", "communication": "exposed communication", "input": "exposed input",
+    "stages": "bubble", "overhead": "overhead",
+}  # fmt: skip
+
+
 def final_table(results: dict[str, dict[str, Any]], last: dict[str, Any]) -> str:
-    """The evaluation results, and predicted against measured."""
+    """The evaluation results, predicted against measured, and the tasks that differ most."""
     lines = []
     for name, row in results.items():
         text = results_text(row)
         lines.append(f"{name}: {text} over {row['rows']:,} rows after step {row['step']}")
-    predicted = last["predicted"]
-    rows = [("", "predicted", "measured", "measured/predicted")]
-    for label, key, form in (
-        ("step time", "step_seconds", time_text),
-        ("arena memory, largest rank", "peak_bytes", size_text),
-        ("process memory, largest rank", "process_bytes", size_text),
-        ("bytes sent a step, largest rank", "bytes_sent", size_text),
-    ):
-        if key not in last:
-            continue
-        expected, seen = (d[key]["host"] if key == "peak_bytes" else d[key]
-                          for d in (predicted, last))  # fmt: skip
-        ratio = f"{seen / expected:.2f}" if expected else ("1.00" if seen == expected else "-")
-        rows.append((label, form(expected), form(seen), ratio))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for label, *cells in rows:
+    slowest = last["slowest"] if last.get("ranks", 1) > 1 else None
+    heads = ["", "predicted", "measured", "measured/predicted"]
+    rows = [*_step_rows(last, slowest["items"] if slowest else {}), *_size_rows(last)]
+    if slowest:
+        heads.append(f"rank {slowest['rank']}")
+        rows = [[*row, *[""] * (len(heads) - len(row))] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for label, *cells in (heads, *rows):
         aligned = "  ".join(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))
-        lines.append(f"  {label.ljust(widths[0])}  {aligned}")
-    return "\n".join(lines)
+        lines.append(f"  {label.ljust(widths[0])}  {aligned}".rstrip())
+    if slowest:
+        lines.append(
+            f"  rank {slowest['rank']} computes longest; measured is the mean of all ranks"
+        )
+    return "\n".join([*lines, *different_tasks(last.get("tasks", []))])
+
+
+def _step_rows(last: dict[str, Any], slowest: dict[str, float]) -> list[list[str]]:
+    """The step, and the items that it is made of; those of which there is nothing are left out."""
+    if "step_seconds" not in last:
+        return []
+    predicted = last["predicted"]
+    rows = [_compared("step time", predicted["step_seconds"], last["step_seconds"], time_text)]
+    if slowest:
+        rows[0].append(time_text(sum(slowest.values())))
+    for name, title in _TITLES.items():
+        expected, seen = predicted["items"][name], last["items"][name]
+        mine = slowest.get(name, 0.0)
+        if max(expected, seen, mine) > _LEAST * last["step_seconds"]:
+            rows.append(_compared(f"  {title}", expected, seen, time_text))
+            rows[-1] += [time_text(mine)] if slowest else []
+    return rows
+
+
+def _size_rows(last: dict[str, Any]) -> list[list[str]]:
+    predicted = last["predicted"]
+    rows = []
+    for label, key in (
+        ("arena memory, largest rank", "peak_bytes"),
+        ("process memory, largest rank", "process_bytes"),
+        ("bytes sent a step, largest rank", "bytes_sent"),
+    ):
+        if key in last:
+            expected, seen = (d[key]["host"] if key == "peak_bytes" else d[key]
+                              for d in (predicted, last))  # fmt: skip
+            rows.append(_compared(label, expected, seen, size_text))
+    return rows
+
+
+def _compared(label: str, expected: Any, seen: Any, form: Callable[[Any], str]) -> list[str]:
+    """A row of the table: what was expected, what was seen, and how they compare."""
+    ratio = f"{seen / expected:.2f}" if expected else ("1.00" if seen == expected else "-")
+    return [label, form(expected), form(seen), ratio]
+
+
+def different_tasks(tasks: list[dict[str, Any]]) -> list[str]:
+    """Lines on the tasks whose seconds of a step differ most from the prediction."""
+    if not tasks:
+        return []
+    rows = [
+        (
+            each["task"], each["op"],
+            time_text(each["predicted"]), time_text(each["measured"]),
+            f"rank {each['rank']}", each["where"].rpartition("/")[2],
+        )
+        for each in tasks
+    ]  # fmt: skip
+    heads = ("", "", ">predicted", ">measured", "on", "line")
+    return ["tasks whose time in a step differs most from the prediction:", *table(rows, heads)]

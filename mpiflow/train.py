@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -26,30 +25,32 @@ from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport, on_all_ranks
 from mpiflow.io.checkpoint import manifest, read, write
 from mpiflow.io.dataset import DatasetReader, open_reader
+from mpiflow.measured import Measured, joined
 from mpiflow.plan import store
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.traffic import most_sent
 from mpiflow.report import Progress, final_table, results_text
 from mpiflow.runlock import RunLock
 from mpiflow.weights import load_first
+from mpiflow.window import Window
 
 SKIPPED = "skipped"
 """The output of a step of a job in float16: 1 where loss scaling changed no weight."""
 STOPPED = 75
 """Exit code of a run that was asked to stop, and saved: EX_TEMPFAIL, "try again"."""
 _AGREE_SECONDS = 1.0
-_MEASURED_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to run a plan. `steps` replaces the plan's epochs."""
+    """How to run a plan. `steps` replaces the plan's epochs; `trace` says which to trace."""
 
     out: Path
     data: Path
     fresh: bool = False
     steps: int | None = None
     accept_changes: bool = False
+    trace: Window | None = None
 
 
 def run(plan: Plan, transport: Transport, failure: Failure, options: Options) -> int:
@@ -117,7 +118,6 @@ class _Loop:
     asked_to_stop: bool = False
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     _sent: int = 0
-    _seconds: list[float] = field(default_factory=list)
     _saving: int | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +134,10 @@ class _Loop:
         assert train is not None
         self.train: Program = train
         self.agreed, self.next_agreement = (time.monotonic(), self.step), self.step + 1
+        steps, out = range(self.step, self.total), self.options.out
+        self.measured = Measured(
+            self.plan, self.transport, self.session, out, steps, self.options.trace
+        )
         self.digests = store.digest(self.plan), store.program_digest(self.plan)
 
     # -- the loop
@@ -198,13 +202,14 @@ class _Loop:
                 load_first(self.plan.first, self.options.data, self.session.boxes(), variables)
 
     def _train_step(self) -> None:
+        self.measured.before(self.step)
         before = self.session.sent
         began = time.perf_counter()
         outputs = self.session.run("train", self.step)
         seconds = time.perf_counter() - began
         self._sent += self.session.sent - before
-        if len(self._seconds) < _MEASURED_STEPS:
-            self._seconds.append(seconds)
+        if said := self.measured.after(self.step, seconds):
+            self._say(said)
         epoch = self.step // self.per_epoch + 1
         self.step += 1
         loss = outputs["loss"]
@@ -376,25 +381,26 @@ class _Loop:
 
     def _summarise(self, stopped: bool) -> None:
         """Collective. The last object of the metrics, and the table."""
+        if said := self.measured.finish():
+            self._say(said)
         peak = self.session.device.process_bytes()
         steps = self.step - self.start.step
         sent = self._sent // steps if steps else 0
-        mine = [self.session.arena.peak, peak, sent]
+        mine = [self.session.arena.peak, peak, sent, self.measured.figures()]
         everyone = [json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())]
         if self.rows is None:
             return
-        arena, process, sent = (max(values) for values in zip(*everyone, strict=True))
+        *most, figures = zip(*everyone, strict=True)
+        arena, process, sent = map(max, most)
         last: dict[str, Any] = {"peak_bytes": {"host": arena}, "process_bytes": process}
         predicted: dict[str, Any] = {
             "peak_bytes": dict(self.plan.arenas),
             "process_bytes": self.plan.process_bytes,
         }
         if steps:
-            last |= {"bytes_sent": sent, "step_seconds": statistics.median(self._seconds)}
-            predicted |= {
-                "bytes_sent": most_sent(self.plan, "train"),
-                "step_seconds": self.train.seconds,
-            }
+            measured, foreseen = joined(self.plan, list(figures))
+            last |= {"bytes_sent": sent, **measured}
+            predicted |= {"bytes_sent": most_sent(self.plan, "train"), **foreseen}
         last["predicted"] = predicted
         self.rows.add(last)
         if stopped:

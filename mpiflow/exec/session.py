@@ -15,7 +15,10 @@ from mpiflow.errors import MpiflowError, PlanError, TaskError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder, Step
 from mpiflow.exec.device import Cpu, Device
+from mpiflow.exec.meter import Meter
+from mpiflow.exec.observe import Observer
 from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
+from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.sbp import Box, Broadcast
@@ -34,6 +37,8 @@ class _Bound:
     steps: list[Step]
     outputs: list[tuple[str, np.ndarray]]
     read: ReadTask | None
+    binder: Binder
+    observer: Observer | None = None
     fired: int = 0
 
 
@@ -107,7 +112,7 @@ class Session:
             self._check,
         )
         views = [binder.views(phase) for phase in range(binder.phases)]
-        bound = _Bound(program, [], [], self._read_task(binder, program, views))
+        bound = _Bound(program, [], [], self._read_task(binder, program, views), binder)
         ready, back = self._handshakes(bound)
         bound.steps += [binder.step(phase, ready, back) for phase in range(binder.phases)]
         bound.outputs += [(o.name, views[0][o.register]) for o in binder.program.outputs]
@@ -174,14 +179,29 @@ class Session:
             self.reads.forget(bound.read)
             bound.fired = bound.read.filled // bound.program.micro_batches
 
+    def observe(self, program: str, meter: Meter, steps: range) -> Recorder:
+        """Count in `meter` where the time of a program's steps goes; gives what records `steps`."""
+        bound = self._programs[program]
+        recorder = Recorder(bound.binder.program, steps)
+        bound.observer = Observer(bound.binder.order, bound.steps, meter, recorder)
+        if bound.read is not None:
+            reads = [task for task in bound.binder.program.tasks if task.stream == READ]
+
+            def tell(step: int, micro: int, over: bool) -> None:
+                (recorder.ended if over else recorder.began)(reads[micro], step)
+
+            bound.read.tell = tell
+        return recorder
+
     def run(self, program: str, step: int = 0) -> dict[str, float]:
         """Collective. One step of a program; gives its outputs. `step` is for messages only."""
         bound = self._programs[program]
         reads = any(task.stream == READ for task in bound.program.tasks)
         if reads and bound.read is None:
             raise PlanError(f"program {program} reads data set {bound.program.data!r}: no reader")
-        phase = bound.steps[bound.fired % len(bound.steps)]
-        calls = iter(phase.calls)
+        number = bound.fired % len(bound.steps)
+        phase, observer = bound.steps[number], bound.observer
+        calls = iter(observer.begin(number, step) if observer else phase.calls)
         try:
             with self.device.quiet():
                 for call in calls:
@@ -195,6 +215,8 @@ class Session:
                 f"{self.transport.name}: program {program}, step {step + 1},{micro} task"
                 f" {folded(task)} ({task.op}): {type(error).__name__}: {error}\n  {task.where}"
             ) from error
+        if observer:
+            observer.end()
         bound.fired += 1
         return {name: float(value[()]) for name, value in bound.outputs}
 

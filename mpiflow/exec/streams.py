@@ -44,8 +44,9 @@ class ReadTask:
         self.steps: deque[range] = deque()
         self.filled = 0
         self.acknowledged = 0
-        self.seconds = 0.0
         self.step = 0
+        self.tell: Callable[[int, int, bool], None] | None = None
+        """Told the step and the micro-batch of a firing, as it begins (False) and is over."""
 
     @property
     def micro(self) -> int:
@@ -76,6 +77,8 @@ class ReadTask:
     def fill(self) -> None:
         """Read rows of the step into the next slot, and check the values used as indices."""
         out, step = self.slots[self.filled % len(self.slots)], self.step
+        if self.tell:
+            self.tell(step, self.micro, False)
         try:
             self.reader.read(step, self.spans[self.micro], out)
         except Exception as error:
@@ -88,6 +91,8 @@ class ReadTask:
                     wrong &= values != value
                 if wrong.any():
                     self._refuse(step, field, wrong, values)
+        if self.tell:
+            self.tell(step, self.micro, True)
 
     def _refuse(self, step: int, field: str, at: np.ndarray, values: np.ndarray) -> None:
         wrong = np.flatnonzero(at.reshape(len(at), -1).any(1))

@@ -60,23 +60,66 @@ def test_a_terminal_gets_one_bar_that_words_do_not_tear(clock):
     assert "2:24:02 left" in text
 
 
-def test_the_table_compares_what_was_predicted_with_what_was_measured():
-    results = {
-        "test": {"evaluation": "test", "step": 9, "epoch": 2, "rows": 1234, "loss": 0.25},
-    }
-    last = {
+def items(compute, communication=0.0, entry=0.0, stages=0.0, overhead=0.0):
+    names = ("compute", "communication", "input", "stages", "overhead")
+    return dict(zip(names, (compute, communication, entry, stages, overhead), strict=True))
+
+
+def measured_run(**changes):
+    """The last object of the metrics of a run on one rank."""
+    return {
         "peak_bytes": {"host": 2048},
         "process_bytes": 3 << 20,
         "bytes_sent": 0,
+        "ranks": 1,
         "step_seconds": 0.003,
+        "items": items(0.002, 0.0005, overhead=0.0005),
+        "slowest": {"rank": 0, "items": items(0.002, 0.0005, overhead=0.0005)},
+        "tasks": [],
         "predicted": {
             "peak_bytes": {"host": 2048},
             "process_bytes": 2 << 20,
             "bytes_sent": 0,
             "step_seconds": 0.002,
+            "items": items(0.0015, 0.0005),
         },
+        **changes,
     }
-    lines = final_table(results, last).splitlines()
+
+
+def test_the_step_is_shown_with_the_items_that_make_it_up():
+    lines = final_table({}, measured_run()).splitlines()
+    table = {line[:33].strip(): line[33:].split() for line in lines[1:]}
+    assert table["compute"] == ["1.50", "ms", "2.00", "ms", "1.33"]
+    assert table["exposed communication"] == ["500", "us", "500", "us", "1.00"]
+    assert table["overhead"] == ["0", "s", "500", "us", "-"]
+    assert "exposed input" not in table
+    assert "bubble" not in table
+    assert "computes longest" not in lines[-1]
+
+
+def test_of_several_ranks_the_one_that_computes_longest_has_a_column():
+    slowest = {"rank": 5, "items": items(0.0025, stages=0.0005)}
+    task = {
+        "task": "fc1/linear", "op": "MatMul", "where": "/home/me/job.py:12", "rank": 3,
+        "predicted": 1e-4, "measured": 4e-4,
+    }  # fmt: skip
+    last = measured_run(ranks=8, slowest=slowest, tasks=[task])
+    lines = final_table({}, last).splitlines()
+    assert lines[0].split() == ["predicted", "measured", "measured/predicted", "rank", "5"]
+    assert lines[1].split()[-2:] == ["3.00", "ms"]
+    assert lines[2].split()[-2:] == ["2.50", "ms"]
+    assert "  rank 5 computes longest; measured is the mean of all ranks" in lines
+    assert lines[-1].split() == [
+        "fc1/linear", "MatMul", "100", "us", "400", "us", "rank", "3", "job.py:12"
+    ]  # fmt: skip
+
+
+def test_the_table_compares_what_was_predicted_with_what_was_measured():
+    results = {
+        "test": {"evaluation": "test", "step": 9, "epoch": 2, "rows": 1234, "loss": 0.25},
+    }
+    lines = final_table(results, measured_run()).splitlines()
     assert lines[0] == "test: loss 0.2500 over 1,234 rows after step 9"
     table = {line[:34].strip(): line[34:].split() for line in lines[2:]}
     assert table["step time"] == ["2.00", "ms", "3.00", "ms", "1.50"]

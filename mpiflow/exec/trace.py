@@ -1,0 +1,132 @@
+"""Trace: when each task of a step ran, of the steps that were asked for.
+
+A recorder knows the firings of a program before the first step, and each has a place of its own
+where its start and stop go. So recording one takes no lock, no look-up and no memory, and threads
+do not meet. A kernel that begins where the one before it ended needs one look at the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import nan
+from typing import Any
+
+import numpy as np
+
+from mpiflow.plan.records import COMPUTE, Program, Task
+from mpiflow.plan.tracefile import SAME, Clock, RankTrace
+from mpiflow.plan.unroll import folded
+
+Call = Callable[[], Any]
+
+
+class Recorder:
+    """Start and stop of the firings of a program without loops, in the steps of a range (from 0).
+
+    `wrap` is for what runs on the thread of kernels, `began` and `ended` for what goes on beside
+    them: in the step at work, or in one that is named, as reads run ahead.
+    """
+
+    def __init__(
+        self, program: Program, steps: range, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.program, self.steps, self.clock = program, steps, clock
+        # A program may be part of a plan whose other tasks are on other ranks; all here are ours.
+        self._kernels = [task for task in program.tasks if task.stream == COMPUTE]
+        self._others = [task for task in program.tasks if task.stream != COMPUTE]
+        self._slot = {t.name: i for kind in (self._kernels, self._others)
+                      for i, t in enumerate(kind)}  # fmt: skip
+        self._starts = [nan] * len(self._kernels)
+        self._stops = [nan] * len(self._kernels)
+        self._follow: dict[int, int] = {}  # kernels that begin where another one ends
+        self._ran = np.full((len(steps), len(self._kernels), 2), nan)
+        self._beside = np.full((len(steps), len(self._others), 2), nan)
+        self._spans = np.full((len(steps), 2), nan)
+        self._row = -1
+        self.recorded = 0
+
+    def wants(self, step: int) -> bool:
+        """Whether this step, counted from 0, is to be recorded."""
+        return step in self.steps
+
+    def begin(self, step: int) -> None:
+        """A step that is wanted begins."""
+        self._row = self.steps.index(step)
+        self._spans[self._row, 0] = self.clock()
+
+    def end(self) -> None:
+        """It is over: keep what its kernels took."""
+        row = self._row
+        self._spans[row, 1] = self.clock()
+        self._ran[row, :, 0] = self._starts
+        self._ran[row, :, 1] = self._stops
+        self._ran[row, list(self._follow), 0] = self._ran[row, list(self._follow.values()), 1]
+        self._row = -1
+        self.recorded = row + 1
+
+    def wrap(self, task: Task, call: Call, after: Task | None = None) -> Call:
+        """A kernel's call that records itself; `after` is one that ends where it begins."""
+        slot, starts, stops, clock = self._slot[task.name], self._starts, self._stops, self.clock
+
+        def alone() -> None:
+            starts[slot] = clock()
+            call()
+            stops[slot] = clock()
+
+        def next_one() -> None:
+            call()
+            stops[slot] = clock()
+
+        if after is None:
+            return alone
+        self._follow[slot] = self._slot[after.name]
+        return next_one
+
+    def began(self, task: Task, step: int | None = None) -> None:
+        """What goes on beside kernels has begun."""
+        self._note(task, step, 0)
+
+    def ended(self, task: Task, step: int | None = None) -> None:
+        """It has ended."""
+        self._note(task, step, 1)
+
+    def _note(self, task: Task, step: int | None, which: int) -> None:
+        row = self._row if step is None else step - self.steps.start
+        if 0 <= row < len(self._beside):
+            self._beside[row, self._slot[task.name], which] = self.clock()
+
+    def seconds(self) -> list[tuple[Task, float]]:
+        """Of each kernel and read, the median seconds that all its firings take in a step."""
+        if not self.recorded:
+            return []
+        tasks: dict[str, Task] = {}
+        each: dict[str, np.ndarray] = {}
+        for task, spans in self._firings():
+            if task.kind in ("compute", "read"):
+                name = folded(task)
+                tasks.setdefault(name, task)
+                taken = spans[: self.recorded, 1] - spans[: self.recorded, 0]
+                each[name] = each[name] + taken if name in each else taken
+        return [(tasks[name], float(np.median(taken))) for name, taken in each.items()]
+
+    def _firings(self) -> list[tuple[Task, np.ndarray]]:
+        return [
+            *((task, self._ran[:, i]) for i, task in enumerate(self._kernels)),
+            *((task, self._beside[:, i]) for i, task in enumerate(self._others)),
+        ]
+
+    def taken(self, rank: int, host: str, digest: str, clock: Clock = SAME) -> RankTrace:
+        """The steps that were recorded."""
+        tasks = [*self._kernels, *self._others]
+        return RankTrace(
+            rank,
+            host,
+            self.program.name,
+            digest,
+            self.steps.start + 1,
+            tuple((folded(task), task.micro) for task in tasks),
+            np.concatenate([self._ran, self._beside], 1)[: self.recorded],
+            self._spans[: self.recorded],
+            clock,
+        )

@@ -1,0 +1,172 @@
+"""What a run measures of its own steps: where their time goes, what tasks take, and a trace.
+
+Every step is metered. The kernels of a few steps look at the clock: the 5th to the 8th of the run,
+or those of `--trace`, which are kept in the run's folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mpiflow.errors import DataError, UsageError
+from mpiflow.exec.clocks import Clocks
+from mpiflow.exec.meter import ITEMS, Meter
+from mpiflow.exec.session import Session
+from mpiflow.exec.transport import Transport, on_all_ranks
+from mpiflow.plan import store, tracefile
+from mpiflow.plan.outlook import Row, outlook
+from mpiflow.plan.records import Plan, Program
+from mpiflow.plan.simulator import simulate
+from mpiflow.plan.tracefile import SAME, Clock
+from mpiflow.plan.unroll import folded
+from mpiflow.window import Window, window
+
+_MOST_BYTES = 256 << 20
+_DIFFERENT = 3
+
+
+def firings_of(program: Program) -> int:
+    """How many tasks fire in a step of a rank."""
+    return sum(program.micro_batches if task.phase % 2 else 1 for task in program.tasks)
+
+
+class Measured:
+    """Collective. Watches the training steps of a session, of a run from `begin` to `total`.
+
+    `folder` is that of the run; a trace goes there where `asked` says which steps.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        session: Session,
+        folder: Path,
+        steps: range,
+        asked: Window | None,
+    ) -> None:
+        self.meter = Meter()
+        try:
+            self.steps = window(asked, steps.start, steps.stop)
+        except UsageError as error:
+            raise on_all_ranks(error) from None
+        self._plan, self._transport = plan, transport
+        self._traces = asked is not None and bool(self.steps)
+        self._folder = folder / tracefile.FOLDER
+        if self._traces:
+            self._check_memory(asked)
+            transport.on_root(self._clear)
+            self._clocks = Clocks(transport)
+        self._before = SAME.before
+        self.recorder = session.observe("train", self.meter, self.steps)
+
+    def _check_memory(self, asked: Window | None) -> None:
+        """A trace is kept in memory, of a bounded size, until its last step."""
+        bytes_each = max(firings_of(p) for p in self._plan.programs if p.name == "train") * 16
+        most = max(_MOST_BYTES // bytes_each, 1)
+        if len(self.steps) > most:
+            raise on_all_ranks(
+                UsageError(
+                    f"{asked}: {len(self.steps)} steps of {bytes_each // 16:,} tasks are too many"
+                    f" to keep; trace {most:,} steps at most"
+                )
+            )
+
+    def _clear(self) -> None:
+        for path in tracefile.recorded_ranks(self._folder).values():
+            path.unlink()
+
+    def before(self, step: int) -> None:
+        """Collective. A step, counted from 0, is about to begin."""
+        if self._traces and step == self.steps.start:
+            self._before = self._clocks.compare()
+
+    def after(self, step: int, seconds: float) -> str:
+        """Collective. It took so long. Gives what to say of it, where a trace is complete."""
+        self.meter.step(seconds)
+        return self.finish() if step + 1 == self.steps.stop else ""
+
+    def finish(self) -> str:
+        """Collective. Write what is recorded, unless that is done; gives what to say of it."""
+        if not self._traces:
+            return ""
+        self._traces = False
+        if not self.recorder.recorded:
+            return f"nothing is traced: step {self.steps.start + 1} was not run"
+        clock = Clock(self._before, self._clocks.compare())
+        rank, host = self._transport.rank, self._transport.host
+        try:
+            self.recorder.taken(rank, host, store.digest(self._plan), clock).save(self._folder)
+        except OSError as problem:
+            raise DataError(
+                f"{self._folder}: the trace of rank {rank} cannot be written: {problem.strerror}"
+            ) from problem
+        first, count = self.steps.start + 1, self.recorder.recorded
+        return (
+            f"traced the steps {first} to {first + count - 1}: `mpiflow trace"
+            f" {self._folder.parent}` makes a file for Perfetto of them"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """What this rank has to say: its median step by item, and the tasks that differ most."""
+        return {"items": self.meter.typical(), "tasks": self._different()}
+
+    def _different(self) -> list[dict[str, Any]]:
+        program = self.recorder.program
+        found = []
+        for task, seconds in self.recorder.seconds():
+            firings = program.micro_batches if task.phase % 2 else 1
+            found.append(
+                {
+                    "task": folded(task), "op": task.op, "where": task.where,
+                    "rank": self._transport.rank,
+                    "predicted": task.seconds * firings, "measured": seconds,
+                }
+            )  # fmt: skip
+        return most_different(found)
+
+
+def most_different(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The three whose measured seconds of a step are furthest from the predicted ones.
+
+    Of each task, that of the rank where it differs most.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for each in sorted(tasks, key=lambda t: -abs(t["measured"] - t["predicted"])):
+        found.setdefault(each["task"], each)
+    return list(found.values())[:_DIFFERENT]
+
+
+def joined(plan: Plan, figures: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all ranks measured of a step, as the last object of the metrics has it; the prediction.
+
+    `items` are means over ranks, and `slowest` is the rank that computes longest.
+    """
+    ranks = [each["items"] for each in figures]
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank]["compute"])
+    mean = {name: sum(items[name] for items in ranks) / len(ranks) for name in ITEMS}
+    measured = {
+        "ranks": len(ranks),
+        "step_seconds": sum(mean.values()),
+        "items": mean,
+        "slowest": {"rank": slowest, "items": ranks[slowest]},
+        "tasks": most_different([task for each in figures for task in each["tasks"]]),
+    }
+    train = plan.program("train")
+    assert train is not None
+    return measured, {"step_seconds": train.seconds, "items": _predicted(plan, train.seconds)}
+
+
+def _predicted(plan: Plan, seconds: float) -> dict[str, float]:
+    """The items of the prediction; they add up to the seconds that the plan states."""
+    row: Row = outlook(plan, simulate(plan, "train")).mean
+    items = dict(row.items)
+    scale = seconds / row.seconds if row.seconds else 1.0
+    return {
+        "compute": scale * items["computing"],
+        "communication": scale * items["collectives"],
+        "input": scale * items["input"],
+        "stages": scale * items["stages"],
+        "overhead": scale * (items["writes"] + items["idle"]),
+    }
