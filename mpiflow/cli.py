@@ -18,6 +18,7 @@ from mpiflow import (
     commands,
     data_commands,
     simulate_commands,
+    trace_commands,
     weight_commands,
 )
 from mpiflow.errors import MpiflowError, UsageError
@@ -230,6 +231,11 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                     _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",
                               help="record when each task runs, in these steps (default: the 3rd to"
                               " the 12th of this run); see `mpiflow trace`"))),
+    (trace_commands.trace, (
+        _argument("run", metavar="RUN", help="the run's folder, as run/digits"),
+        _argument("-o", "--output", metavar="FILE.json", help="(default: RUN/trace.json)"),
+        _argument("--ranks", default="", metavar="0,5,8:12", help="only these ranks"),
+        _JSON)),
     (weight_commands.predict, (
         _argument("job", metavar="FILE.py[:function]"), _MESH, _SET, _DATA,
         _argument("--checkpoint", required=True, metavar="RUN|CHECKPOINT|WEIGHTS",

@@ -15,15 +15,14 @@ from mpiflow.exec.meter import ITEMS, Meter
 from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport, on_all_ranks
 from mpiflow.plan import store, tracefile
+from mpiflow.plan.differences import Difference, differences, most_different
 from mpiflow.plan.outlook import Row, outlook
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.simulator import simulate
-from mpiflow.plan.tracefile import SAME, Clock
-from mpiflow.plan.unroll import folded
+from mpiflow.plan.tracefile import SAME, Clock, RankTrace
 from mpiflow.window import Window, window
 
 _MOST_BYTES = 256 << 20
-_DIFFERENT = 3
 
 
 def firings_of(program: Program) -> int:
@@ -59,6 +58,10 @@ class Measured:
             transport.on_root(self._clear)
             self._clocks = Clocks(transport)
         self._before = SAME.before
+        stage, _ = plan.mesh.stage_of(transport.rank)
+        program = plan.at_stage(stage).program("train")
+        assert program is not None
+        self._program = program
         self.recorder = session.observe("train", self.meter, self.steps)
 
     def _check_memory(self, asked: Window | None) -> None:
@@ -95,12 +98,12 @@ class Measured:
         if not self.recorder.recorded:
             return f"nothing is traced: step {self.steps.start + 1} was not run"
         clock = Clock(self._before, self._clocks.compare())
-        rank, host = self._transport.rank, self._transport.host
         try:
-            self.recorder.taken(rank, host, store.digest(self._plan), clock).save(self._folder)
+            self._taken(clock).save(self._folder)
         except OSError as problem:
             raise DataError(
-                f"{self._folder}: the trace of rank {rank} cannot be written: {problem.strerror}"
+                f"{self._folder}: the trace of {self._transport.name} cannot be written:"
+                f" {problem.strerror}"
             ) from problem
         first, count = self.steps.start + 1, self.recorder.recorded
         return (
@@ -108,34 +111,16 @@ class Measured:
             f" {self._folder.parent}` makes a file for Perfetto of them"
         )
 
+    def _taken(self, clock: Clock = SAME) -> RankTrace:
+        """What is recorded so far."""
+        digest = store.digest(self._plan)
+        return self.recorder.taken(self._transport.rank, self._transport.host, digest, clock)
+
     def figures(self) -> dict[str, Any]:
         """What this rank has to say: its median step by item, and the tasks that differ most."""
-        return {"items": self.meter.typical(), "tasks": self._different()}
-
-    def _different(self) -> list[dict[str, Any]]:
-        program = self.recorder.program
-        found = []
-        for task, seconds in self.recorder.seconds():
-            firings = program.micro_batches if task.phase % 2 else 1
-            found.append(
-                {
-                    "task": folded(task), "op": task.op, "where": task.where,
-                    "rank": self._transport.rank,
-                    "predicted": task.seconds * firings, "measured": seconds,
-                }
-            )  # fmt: skip
-        return most_different(found)
-
-
-def most_different(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The three whose measured seconds of a step are furthest from the predicted ones.
-
-    Of each task, that of the rank where it differs most.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for each in sorted(tasks, key=lambda t: -abs(t["measured"] - t["predicted"])):
-        found.setdefault(each["task"], each)
-    return list(found.values())[:_DIFFERENT]
+        found = differences(self._program, self._taken())
+        tasks = [each.plain() for each in most_different(found)]
+        return {"items": self.meter.typical(), "tasks": tasks}
 
 
 def joined(plan: Plan, figures: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -145,13 +130,14 @@ def joined(plan: Plan, figures: list[dict[str, Any]]) -> tuple[dict[str, Any], d
     """
     ranks = [each["items"] for each in figures]
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank]["compute"])
+    tasks = [Difference(**task) for each in figures for task in each["tasks"]]
     mean = {name: sum(items[name] for items in ranks) / len(ranks) for name in ITEMS}
     measured = {
         "ranks": len(ranks),
         "step_seconds": sum(mean.values()),
         "items": mean,
         "slowest": {"rank": slowest, "items": ranks[slowest]},
-        "tasks": most_different([task for each in figures for task in each["tasks"]]),
+        "tasks": [each.plain() for each in most_different(tasks)],
     }
     train = plan.program("train")
     assert train is not None
@@ -166,6 +152,7 @@ def _predicted(plan: Plan, seconds: float) -> dict[str, float]:
     return {
         "compute": scale * items["computing"],
         "communication": scale * items["collectives"],
+        "copies": scale * items["copies"],
         "input": scale * items["input"],
         "stages": scale * items["stages"],
         "overhead": scale * (items["writes"] + items["idle"]),

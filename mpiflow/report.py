@@ -80,8 +80,8 @@ def results_text(row: dict[str, Any]) -> str:
 
 
 _TITLES = {
-    "compute": "compute", "communication": "exposed communication", "input": "exposed input",
-    "stages": "bubble", "overhead": "overhead",
+    "compute": "compute", "communication": "exposed communication", "copies": "exposed copies",
+    "input": "exposed input", "stages": "bubble", "overhead": "overhead",
 }  # fmt: skip
 
 

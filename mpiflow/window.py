@@ -50,3 +50,18 @@ def window(asked: Window | None, begin: int, total: int) -> range:
     if not found and begin < total:
         raise UsageError(f"{asked}: this run does the steps {begin + 1} to {total}")
     return found
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Numbers from 0 and spans of them, both ends in: `0,5,8:12`. UsageError where it is none."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        try:
+            span = range(int(first), int(last if colon else first) + 1)
+        except ValueError:
+            span = range(0)
+        if not span or span[0] < 0:
+            raise UsageError(f"{option} {text}: give numbers and spans, as in {option} 0,5,8:12")
+        found += [number for number in span if number not in found]
+    return sorted(found)

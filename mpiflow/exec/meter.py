@@ -11,19 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from mpiflow.plan.records import RECEIVE, SEND
+from mpiflow.plan.places import D2H, H2D
+from mpiflow.plan.records import READ, RECEIVE, SEND
 
 Call = Callable[[], Any]
 
-KERNELS, COLLECTIVES, INPUT, STAGES, OTHER = range(5)
-ITEMS = ("compute", "communication", "input", "stages", "overhead")
-"""What a step is made of: kernels, and waiting for collectives, for rows and for other stages."""
+KERNELS, COLLECTIVES, COPIES, INPUT, STAGES, OTHER = range(6)
+ITEMS = ("compute", "communication", "copies", "input", "stages", "overhead")
+"""What a step is made of: kernels, and waiting: for collectives, copies, rows, other stages."""
+_ITEM_OF = {SEND: STAGES, RECEIVE: STAGES, READ: INPUT, H2D: COPIES, D2H: COPIES}
 _STEPS = 10_000
 
 
 def waited_for(kind: str) -> int:
     """The counter of what waits for a task of that kind."""
-    return STAGES if kind in (SEND, RECEIVE) else INPUT if kind == "read" else COLLECTIVES
+    return _ITEM_OF.get(kind, COLLECTIVES)
 
 
 class Meter:

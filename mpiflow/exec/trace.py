@@ -96,26 +96,6 @@ class Recorder:
         if 0 <= row < len(self._beside):
             self._beside[row, self._slot[task.name], which] = self.clock()
 
-    def seconds(self) -> list[tuple[Task, float]]:
-        """Of each kernel and read, the median seconds that all its firings take in a step."""
-        if not self.recorded:
-            return []
-        tasks: dict[str, Task] = {}
-        each: dict[str, np.ndarray] = {}
-        for task, spans in self._firings():
-            if task.kind in ("compute", "read"):
-                name = folded(task)
-                tasks.setdefault(name, task)
-                taken = spans[: self.recorded, 1] - spans[: self.recorded, 0]
-                each[name] = each[name] + taken if name in each else taken
-        return [(tasks[name], float(np.median(taken))) for name, taken in each.items()]
-
-    def _firings(self) -> list[tuple[Task, np.ndarray]]:
-        return [
-            *((task, self._ran[:, i]) for i, task in enumerate(self._kernels)),
-            *((task, self._beside[:, i]) for i, task in enumerate(self._others)),
-        ]
-
     def taken(self, rank: int, host: str, digest: str, clock: Clock = SAME) -> RankTrace:
         """The steps that were recorded."""
         tasks = [*self._kernels, *self._others]

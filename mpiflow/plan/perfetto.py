@@ -1,4 +1,4 @@
-"""A simulation as a file for Perfetto (ui.perfetto.dev): Chrome's trace event format, in JSON.
+"""Traces as files for Perfetto (ui.perfetto.dev): Chrome's trace event format, in JSON.
 
 A process for each pipeline stage, or class of ranks, with a thread for each of its streams. A
 firing is a complete event ("X"); its times are in microseconds.
@@ -8,24 +8,54 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpiflow.plan.records import Task
-from mpiflow.plan.simulator import KINDS, Event, Simulation, stream_kind
+from mpiflow.plan.simulator import KINDS, Simulation, stream_kind
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    """A task at work, between two times in seconds, and where that is drawn."""
+
+    task: Task
+    micro: int
+    step: int
+    start: float
+    stop: float
+    process: int
+    thread: int
+
+    def place(self) -> Event:
+        """Where and when, as an event has it."""
+        seconds = self.stop - self.start
+        return {
+            "pid": self.process, "tid": self.thread, "ts": self.start * 1e6, "dur": seconds * 1e6
+        }  # fmt: skip
 
 
 def write_trace(simulation: Simulation, path: Path) -> int:
-    """Write all steps of a simulation; gives the number of firings. The file appears when whole."""
+    """Write all steps of a simulation; gives the number of firings."""
+    steps = range(len(simulation.ends))
+    firings = (complete(each) for step in steps for each in predicted(simulation, step))
+    return write_events(path, [*lane_names(simulation)], firings)
+
+
+def write_events(path: Path, names: list[Event], events: Iterable[Event]) -> int:
+    """Write a file for Perfetto, which appears when it is whole; gives the number of `events`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     count = 0
     try:
         with part.open("w", encoding="ascii") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(named) for named in _names(simulation)))
-            for event in _firings(simulation):
+            file.write(",\n".join(json.dumps(named) for named in names))
+            for event in events:
                 count += 1
                 file.write(f",\n{json.dumps(event)}")
             file.write("\n]}\n")
@@ -35,37 +65,51 @@ def write_trace(simulation: Simulation, path: Path) -> int:
     return count
 
 
-def _names(simulation: Simulation) -> Iterator[dict[str, Any]]:
-    """What processes and threads are called, and their order."""
+def lane_names(simulation: Simulation, title: str = "") -> Iterator[Event]:
+    """What processes and threads of a simulation are called, and their order."""
     runs = simulation.record.runs
     alone = len(runs.lanes) == 1
     for number, lane in enumerate(runs.lanes):
         ranks = f"{lane.ranks} rank{'s' * (lane.ranks != 1)}"
-        yield _name("process_name", number, 0, name=ranks if alone else f"{lane.label} ({ranks})")
-        yield _name("process_sort_index", number, 0, sort_index=number)
+        label = ranks if alone else f"{lane.label} ({ranks})"
+        yield from process_names(number, f"{title}{label}", number)
     for number, (owner, stream) in enumerate(runs.streams):
-        yield _name("thread_name", owner, number, name=stream)
-        place = KINDS.index(stream_kind(stream))
-        yield _name("thread_sort_index", owner, number, sort_index=place)
+        yield from thread_names(owner, number, stream)
 
 
-def _name(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+def process_names(process: int, name: str, place: int) -> Iterator[Event]:
+    """What a process is called, and where it stands among the others."""
+    yield _name("process_name", process, 0, name=name)
+    yield _name("process_sort_index", process, 0, sort_index=place)
+
+
+def thread_names(process: int, thread: int, stream: str) -> Iterator[Event]:
+    """The same of a thread, which is a stream."""
+    yield _name("thread_name", process, thread, name=stream)
+    kind = stream_kind(stream)
+    place = KINDS.index(kind) if kind in KINDS else -1
+    yield _name("thread_sort_index", process, thread, sort_index=place)
+
+
+def _name(what: str, process: int, thread: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
-def _firings(simulation: Simulation) -> Iterator[dict[str, Any]]:
+def predicted(simulation: Simulation, step: int) -> Iterator[Firing]:
+    """The firings of a step, in an order in which they may fire; a process is a lane."""
     record = simulation.record
-    for step in range(len(simulation.ends)):
-        for number in record.runs.order:
-            run = record.runs.runs[number]
-            for task, event in record.firings(number, step):
-                yield _complete(task, event, run.lane, run.stream, run.micro)
+    for number in record.runs.order:
+        run = record.runs.runs[number]
+        for task, event in record.firings(number, step):
+            yield Firing(task, run.micro, step, event.start, event.stop, run.lane, run.stream)
 
 
-def _complete(task: Task, event: Event, process: int, thread: int, micro: int) -> dict[str, Any]:
-    args: dict[str, Any] = {"op": task.op, "step": event.step}
+def complete(firing: Firing) -> Event:
+    """The event of a firing."""
+    task = firing.task
+    args: Event = {"op": task.op, "step": firing.step}
     if task.phase % 2:
-        args |= {"micro-batch": micro, "segment": task.segment}
+        args |= {"micro-batch": firing.micro, "segment": task.segment}
     args |= {
         name: value
         for name, value in (
@@ -75,13 +119,4 @@ def _complete(task: Task, event: Event, process: int, thread: int, micro: int) -
         )
         if value
     }  # fmt: skip
-    return {
-        "ph": "X",
-        "name": task.name,
-        "cat": task.kind,
-        "pid": process,
-        "tid": thread,
-        "ts": event.start * 1e6,
-        "dur": (event.stop - event.start) * 1e6,
-        "args": args,
-    }
+    return {"ph": "X", "name": task.name, "cat": task.kind, **firing.place(), "args": args}

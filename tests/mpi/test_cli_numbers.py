@@ -57,10 +57,14 @@ def check_contract(rows):
         assert rows.index(row) == rows.index(before) + 1
         assert row["epoch"] == before["epoch"]
     assert len(steps) + len(evaluations) + 1 == len(rows)
-    measured = {"peak_bytes", "process_bytes", "bytes_sent", "step_seconds"}
-    assert set(last) == {*measured, "predicted"}
+    measured = {"peak_bytes", "process_bytes", "bytes_sent", "step_seconds", "items"}
+    assert set(last) == {*measured, "predicted", "ranks", "slowest", "tasks"}
     assert set(last["predicted"]) == measured
     assert type(last["bytes_sent"]) is int
+    for each in (last, last["predicted"]):
+        assert sum(each["items"].values()) == pytest.approx(each["step_seconds"], rel=1e-9)
+    assert set(last["slowest"]["items"]) == set(last["items"]) == set(last["predicted"]["items"])
+    assert len(last["tasks"]) == 3
 
 
 @pytest.mark.parametrize("batch", [32, 35])

@@ -5,6 +5,7 @@ import io
 import pytest
 
 from mpiflow import report
+from mpiflow.exec.meter import ITEMS
 from mpiflow.report import Progress, final_table, results_text
 
 
@@ -60,9 +61,11 @@ def test_a_terminal_gets_one_bar_that_words_do_not_tear(clock):
     assert "2:24:02 left" in text
 
 
-def items(compute, communication=0.0, entry=0.0, stages=0.0, overhead=0.0):
-    names = ("compute", "communication", "input", "stages", "overhead")
-    return dict(zip(names, (compute, communication, entry, stages, overhead), strict=True))
+def items(compute, communication=0.0, stages=0.0, overhead=0.0):
+    given = {
+        "compute": compute, "communication": communication, "stages": stages, "overhead": overhead
+    }  # fmt: skip
+    return {name: given.get(name, 0.0) for name in ITEMS}
 
 
 def measured_run(**changes):
