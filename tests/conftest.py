@@ -1,6 +1,7 @@
 """Ends every test session with one line that says how many tests ran on several ranks.
 
 --no-skips FOLDER lets the tests below a folder fail where they would be skipped.
+--cases N lets tests of random cases have so many.
 """
 
 import pytest
@@ -75,6 +76,16 @@ def pytest_addoption(parser):
         metavar="FOLDER",
         help="tests below this folder, relative to the root, fail where they would be skipped",
     )
+
+    parser.addoption(
+        "--cases", type=int, default=3, metavar="N", help="how many random cases tests have"
+    )
+
+
+def pytest_generate_tests(metafunc):
+    """A test of random cases takes the number of each as its argument `seed_of_case`."""
+    if "seed_of_case" in metafunc.fixturenames:
+        metafunc.parametrize("seed_of_case", range(metafunc.config.option.cases))
 
 
 def pytest_configure(config):

@@ -1,7 +1,10 @@
 """Jobs for pipeline stages, and what they do on any mesh, measured beside what plans predict."""
 
+import random
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
 import numpy as np
 from jobs import CLASSES, MemoryReader, data_set, evaluate, on_ranks
@@ -12,7 +15,8 @@ from mpiflow import nn
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
-from mpiflow.compiler.pipeline import Pipeline
+from mpiflow.compiler.pipeline import SCHEDULES, Pipeline
+from mpiflow.errors import CompileError, UsageError
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.plan.records import Field
 from mpiflow.plan.traffic import bytes_sent
@@ -89,6 +93,7 @@ class Case:
     dtype: str = "float64"
     precision: str = "float32"
     forced: int | None = None
+    recompute: str | None = None
 
     @property
     def ranks(self):
@@ -99,14 +104,43 @@ class Case:
         """The same training on one rank; in 16 bits that of as many micro-batches."""
         cut = 1 if self.precision == "float32" else self.micro_batches
         return replace(
-            self, mesh="data=1", micro_batches=cut, schedule="1f1b", virtual=1, zero=0, forced=None
-        )
+            self, mesh="data=1", micro_batches=cut, schedule="1f1b", virtual=1, zero=0, forced=None,
+            recompute=None,
+        )  # fmt: skip
 
     def __str__(self):
         return (
             f"{self.model.__name__}-{self.optimizer}-{self.mesh}-{self.micro_batches}"
-            f"-{self.schedule}-{self.zero}"
+            f"-{self.schedule}-{self.zero}{self.recompute or ''}"
         )
+
+
+def random_case(seed):
+    """Any model on any mesh of up to six ranks, in any way that its plan can be made."""
+    draw = random.Random(seed)
+    while True:
+        axes = {
+            "stage": draw.randint(1, 4),
+            "data": draw.randint(1, 3),
+            "model": draw.randint(1, 2),
+        }
+        if prod(axes.values()) > 6:
+            continue
+        case = Case(
+            draw.choice((layers, tied, branches, weighted)),
+            ",".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "data=1",
+            draw.choice([n for n in range(1, 13) if BATCH % n == 0]),
+            draw.choice(SCHEDULES),
+            optimizer=draw.choice(sorted(OPTIMIZERS)),
+            zero=draw.randint(0, 3),
+            recompute=draw.choice((None, "selective", "full")),
+            forced=draw.choice((None, draw.randrange(1000))),
+        )
+        if case.schedule == "interleaved":
+            case = replace(case, virtual=draw.randint(2, 3))
+        with suppress(UsageError, CompileError):  # as not every mesh has stages that can be cut
+            plan_of(case)
+            return case
 
 
 @cache
@@ -128,7 +162,10 @@ def plan_of(case):
         for name, count in (("train", rows), ("evaluate", TEST_ROWS))
     }
     pipeline = Pipeline(case.schedule, case.virtual)
-    target = Target(parse_mesh(case.mesh), find_machine("cpu"), zero=case.zero, pipeline=pipeline)
+    target = Target(
+        parse_mesh(case.mesh), find_machine("cpu"), zero=case.zero, pipeline=pipeline,
+        recompute=case.recompute,
+    )  # fmt: skip
     with forced(case.forced):
         return compile_job(made, data, target)
 
