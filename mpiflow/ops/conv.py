@@ -18,7 +18,7 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops import depthwise, im2col
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
-from mpiflow.ops.im2col import Geometry
+from mpiflow.ops.tiles import Geometry
 from mpiflow.ops.wide import Wide
 from mpiflow.ops.window import (
     Padding,
@@ -117,7 +117,8 @@ class Convolution(Wide, Windowed):
         at = self.geometry(*(a.shape for a in (*arrays, out)))
         way: Any = _way(at)
         run = {"x": way.input_gradient, "w": way.weight_gradient, "y": way.convolve}
-        return partial(run[self.roles[2]], shard.xp, shard.work, out, *arrays, at)
+        bound: Callable[[], Any] = run[self.roles[2]](shard.xp, shard.work, out, *arrays, at)
+        return bound
 
 
 def _way(at: Geometry) -> ModuleType:

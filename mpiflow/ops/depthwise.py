@@ -19,9 +19,9 @@ from operator import mul
 from typing import Any
 
 from mpiflow.graph.rule import Shape
-from mpiflow.ops.im2col import Geometry
+from mpiflow.ops.tiles import Geometry
 from mpiflow.ops.window import offsets
-from mpiflow.ops.work import Piece, carve, carved, dot_rows
+from mpiflow.ops.work import Piece, bound, carve, carved, dot_rows
 
 _BLOCK = 1 << 17
 """Elements of a field, if it is not one image: calls pay off, and caches hold three."""
@@ -100,6 +100,7 @@ def workspace(at: Depthwise, dtype: Any) -> int:
 input_workspace = weight_workspace = workspace
 
 
+@bound
 def convolve(xp: Any, work: Any, out: Any, x: Any, w: Any, at: Depthwise) -> None:
     """The convolution of x with w."""
     shifts = at.displacements
@@ -116,6 +117,7 @@ def convolve(xp: Any, work: Any, out: Any, x: Any, w: Any, at: Depthwise) -> Non
         xp.copyto(out[images, groups], at.starts(total))
 
 
+@bound
 def input_gradient(xp: Any, work: Any, dx: Any, dy: Any, w: Any, at: Depthwise) -> None:
     """The gradient of `convolve` for x: each dy goes to where its window is."""
     shifts = at.displacements
@@ -132,6 +134,7 @@ def input_gradient(xp: Any, work: Any, dx: Any, dy: Any, w: Any, at: Depthwise) 
         xp.copyto(dx[images, groups], at.inside(total))
 
 
+@bound
 def weight_gradient(xp: Any, work: Any, dw: Any, x: Any, dy: Any, at: Depthwise) -> None:
     """The gradient of `convolve` for w: a product of dy with each shift of the field."""
     dw.fill(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -46,6 +47,11 @@ def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
             call()
 
     return run
+
+
+def bound(kernel: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """For a kernel that has nothing to prepare: given its operands, the call that runs it."""
+    return partial(partial, kernel)
 
 
 def _nbytes(piece: Piece) -> int:

@@ -34,7 +34,7 @@ def draw_conv(seed):
 @pytest.mark.parametrize("seed", range(24))
 def test_conv_and_its_gradients(seed, turn, monkeypatch):
     # With 0, no weights are turned for the gradient of x: columns are added.
-    monkeypatch.setattr("mpiflow.ops.im2col._TURN", turn)
+    monkeypatch.setattr("mpiflow.ops.tiles._TURN", turn)
     x, w, settings = draw_conv(seed)
     theirs = getattr(functional, f"conv{x.ndim - 2}d")
     check(lambda x, w: ops.conv(x, w, **settings), lambda x, w: theirs(x, w, **settings), (x, w))
@@ -43,7 +43,7 @@ def test_conv_and_its_gradients(seed, turn, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 3_000, 20_000])
 def test_conv_does_not_depend_on_its_tiles(limit, monkeypatch):
     # 1: one row of windows at a time; 3,000: some rows; 20,000: several images.
-    monkeypatch.setattr("mpiflow.ops.im2col._LIMIT", limit)
+    monkeypatch.setattr("mpiflow.ops.tiles._LIMIT", limit)
     monkeypatch.setattr("mpiflow.ops.im2col._SUM", 40)
     for seed in range(0, 24, 4):
         x, w, settings = draw_conv(seed)

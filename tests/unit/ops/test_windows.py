@@ -74,7 +74,7 @@ def test_sums_of_a_batch_norm_are_partial_unless_whole_groups_or_channels_are_sp
     assert found == {"B -> B", "S(0) -> P", "S(0,unit=2) -> S(0)", "S(1) -> S(1)", "S(2) -> P"}
 
 
-LIMITS = {"im2col._LIMIT": 5_000, "depthwise._BLOCK": 400, "norm._BLOCK": 50}
+LIMITS = {"tiles._LIMIT": 5_000, "depthwise._BLOCK": 400, "norm._BLOCK": 50}
 SETTINGS = ((1, 1), ((1, 1), (1, 1)), (1, 1))
 
 
