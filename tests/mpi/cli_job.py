@@ -35,6 +35,16 @@ def job(batch: int = 32, width: int = 9, lr: float = 0.1, epochs: int = 5) -> mf
                   optimizer=mf.SGD(lr=lr, momentum=0.9), {settings})
 '''
 
+STAGED = ("--mesh", "stage=2", "--micro-batches", 2)
+"""Options for two pipeline stages."""
+PINNED = (
+    'x = mf.relu(nn.Dense(width, name="fc1")(batch["x"]))',
+    'x = nn.Dense(width, name="fc1")(batch["x"])\n'
+    "        with mf.stage(1):\n"
+    "            x = mf.relu(x)",
+)
+"""A change of the job that puts its second half on the second stage."""
+
 SITE = '''
 import importlib.abc
 import importlib.util

@@ -4,17 +4,18 @@ import time
 
 import numpy as np
 import pytest
-from cli_job import Runner, evaluations_of, relative, steps_of, write_data, write_job
+from cli_job import (
+    PINNED,
+    STAGED,
+    Runner,
+    evaluations_of,
+    relative,
+    steps_of,
+    write_data,
+    write_job,
+)
 
 from mpiflow.cli import main
-
-STAGED = ("--mesh", "stage=2", "--micro-batches", 2)
-PINNED = (
-    'x = mf.relu(nn.Dense(width, name="fc1")(batch["x"]))',
-    'x = nn.Dense(width, name="fc1")(batch["x"])\n'
-    "        with mf.stage(1):\n"
-    "            x = mf.relu(x)",
-)
 
 
 @pytest.fixture
