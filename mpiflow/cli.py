@@ -175,8 +175,19 @@ _RECOMPUTE = _argument(
     help="compute activations again in the backward pass instead of keeping them: none, selective"
     " (what is cheap), full (layer by layer), auto (what --memory asks for, if that is fastest)",
 )  # fmt: skip
+_DEVICE = _argument(
+    "--device", metavar="NAME",
+    help="what computes: cpu (default), cuda, or fake, which is memory of the host that behaves as"
+    " a device",
+)  # fmt: skip
+_ROUTE = _argument(
+    "--route", metavar="NAME",
+    help="between devices: nccl, mpi (of devices' memory), staged (through the host); default: as"
+    " the machine says, else staged",
+)  # fmt: skip
 _FORM = (
-    _RANKS, _MESH, _MICRO, _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _RECOMPUTE, _CLUSTER,
+    _RANKS, _MESH, _MICRO, _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _RECOMPUTE, _CLUSTER, _DEVICE,
+    _ROUTE,
 )  # fmt: skip
 _OUTPUT = _argument("-o", "--output", metavar="FILE", help="write the plan to FILE (.plan)")
 _NAMES = _argument(
@@ -219,7 +230,8 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.diff, (_argument("a", metavar="A.plan"), _argument("b", metavar="B.plan"), _OPS,
                      _JSON)),
     (commands.run, (_argument("job", metavar="FILE.plan|FILE.py"), _MESH, _MICRO,
-                    _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _RECOMPUTE, _CLUSTER, _SET, _DATA, _OPS,
+                    _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _RECOMPUTE, _CLUSTER, _DEVICE, _ROUTE,
+                    _SET, _DATA, _OPS,
                     _argument("--out", metavar="FOLDER",
                               help="the run's folder (default: run/NAME)"),
                     _argument("--fresh", action="store_true",

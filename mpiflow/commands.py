@@ -154,6 +154,8 @@ def compile_plan(
         zero=options.zero,
         pipeline=pipeline_of(options.schedule, options.virtual),
         recompute=options.recompute,
+        device=options.device or "cpu",
+        route=options.route,
         memory=None if options.memory is None else parse_memory(options.memory),
         observe=observe,
     )
@@ -214,7 +216,8 @@ def load_plan(path: str, ops: Sequence[str] = ()) -> Plan:
 
 
 FORM = (
-    "cluster", "memory", "mesh", "micro_batches", "recompute", "schedule", "set", "virtual", "zero",
+    "cluster", "device", "memory", "mesh", "micro_batches", "recompute", "route", "schedule", "set",
+    "virtual", "zero",
 )  # fmt: skip
 """The options that make a plan what it is."""
 

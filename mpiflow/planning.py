@@ -13,6 +13,7 @@ from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import Machine, find_machine
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline
 from mpiflow.compiler.recompute import check_recompute
+from mpiflow.compiler.routes import choose_route, device_kind
 from mpiflow.compiler.zero import check_level
 from mpiflow.errors import JobError, UsageError
 from mpiflow.graph.mesh import Mesh, parse_mesh
@@ -52,6 +53,8 @@ def make_plan(
     memory: int | None = None,
     pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD,
     recompute: str | None = None,
+    device: str = "cpu",
+    route: str | None = None,
     data: dict[str, DataSet] | None = None,
     observe: Observer = lambda step, program, result: None,
 ) -> Plan:
@@ -60,6 +63,8 @@ def make_plan(
     Prices are those of `machine`, which is the built-in `cpu` unless given. Arenas have `memory`
     bytes at most, by default what a device of the machine has, where that is known. Pipeline
     stages take turns as `pipeline` says; activations are computed again at the level `recompute`.
+    Ranks compute on `device` (cpu, fake, cuda), and reach one another by `route` where those are
+    accelerators.
     `data` is what `inspect_all` gave, if that was called before.
     """
     from mpiflow.io.dataset import cache_bytes
@@ -68,12 +73,16 @@ def make_plan(
     check_level(zero or 0)
     check_recompute(recompute)
     limit = machine.memory_bytes if memory is None else memory
-    notes = machine_notes(machine, mesh)
+    notes = machine_notes(machine, mesh, device)
     machine = machine.with_ranks(mesh.size)
+    target = Target(
+        mesh, machine, device_kind(device), choose_route(device, route, machine),
+        zero=zero, memory=limit, pipeline=pipeline, recompute=recompute,
+    )  # fmt: skip
     plan = compile_job(
         job,
         inspect_all(job, data_folder) if data is None else data,
-        Target(mesh, machine, zero=zero, memory=limit, pipeline=pipeline, recompute=recompute),
+        target,
         folder=folder,
         cache_bytes=cache_bytes,
         observe=observe,
@@ -92,7 +101,7 @@ def pipeline_of(schedule: str | None, virtual: int | None) -> Pipeline:
     return Pipeline(schedule, virtual or (2 if schedule == "interleaved" else 1))
 
 
-def machine_notes(machine: Machine, mesh: Mesh) -> tuple[str, ...]:
+def machine_notes(machine: Machine, mesh: Mesh, device: str = "cpu") -> tuple[str, ...]:
     """What there is to say of ranks on a machine; UsageError where it has no room for them."""
     devices = machine.ranks
     if devices is not None and mesh.size > devices:
@@ -102,7 +111,7 @@ def machine_notes(machine: Machine, mesh: Mesh) -> tuple[str, ...]:
             " or a machine file with more nodes"
         )
     notes = []
-    if machine.host_link is not None:
+    if machine.host_link is not None and device == "cpu":
         notes.append(f"prices are those of devices of machine {machine.name}; ranks run on CPUs")
     if devices is not None and mesh.size < devices:
         notes.append(f"machine {machine.name} has {devices} devices; {mesh.size} ranks use as many")

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.bucket import bucket
+from mpiflow.compiler.copies import with_copies
 from mpiflow.compiler.cost import rounded
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.machine import Machine
@@ -23,6 +24,7 @@ from mpiflow.compiler.schedule import schedule_together
 from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
+from mpiflow.plan.places import ACCELERATOR, HOST, arena_names
 from mpiflow.plan.records import Plan, Program, Variable
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
@@ -43,11 +45,13 @@ class Target:
     memory asks for, by variable. `memory` is that limit, in bytes of a rank's arena, 0 for none.
     `pipeline` says how pipeline stages share the work. `recompute` is the level of the blocks of
     the model (recompute.py); where that is None, it is none, or what a limit on memory asks for.
+    `device` is the kind that computes, and `route` how accelerators reach one another.
     """
 
     mesh: Mesh
     machine: Machine
-    device: str = "host"
+    device: str = HOST
+    route: str = ""
     zero: int | None = None
     memory: int = 0
     pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD
@@ -103,11 +107,17 @@ def arrange_stages(
     return packed
 
 
-def arenas_of(packed: Sequence[Packed]) -> tuple[tuple[str, int], ...]:
-    """The arenas of a plan: the largest, and where there are several stages that of each."""
-    sizes = [stage.nbytes for stage in packed]
-    each = [(f"host.{stage}", size) for stage, size in enumerate(sizes)] if len(sizes) > 1 else []
-    return (("host", max(sizes)), *each)
+def arenas_of(packed: Sequence[Packed], device: str) -> tuple[tuple[str, int], ...]:
+    """The arenas of a plan: the largest, and where there are several stages those of each."""
+    sizes = {
+        name: [stage.nbytes if name == device else stage.pinned for stage in packed]
+        for name in arena_names(device)
+    }
+    largest = [(name, max(each)) for name, each in sizes.items()]
+    if len(packed) == 1:
+        return tuple(largest)
+    every = [(f"{name}.{i}", size) for name, each in sizes.items() for i, size in enumerate(each)]
+    return (*largest, *every)
 
 
 def _fewer(program: Program, variables: Variables, target: Target, observe: Observer) -> Program:
@@ -116,8 +126,12 @@ def _fewer(program: Program, variables: Variables, target: Target, observe: Obse
     program = fuse(program, set(variables))
     observe("fuse", program.name, program)
     program = bucket(program, target.inside, target.machine, variables.values())
-    program = with_slots(program)
     observe("bucket", program.name, program)
+    if target.device == ACCELERATOR:
+        mesh = target.inside.in_time(program.micro_batches)
+        program = with_copies(program, variables.values(), mesh, target.machine, target.route)
+    observe("copies", program.name, program if target.device == ACCELERATOR else "none: one memory")
+    program = with_slots(program)
     return pace(program, variables.keys())
 
 

@@ -190,6 +190,13 @@ def read_seconds(machine: Machine, nbytes: int) -> float:
     return machine.read_latency + nbytes / machine.storage
 
 
+def copy_seconds(machine: Machine, nbytes: int) -> float:
+    """A copy between the memories of a device and the host; where they are one, within it."""
+    if machine.host_link is None:
+        return machine.launch + 2 * nbytes / machine.memory
+    return machine.host_link.latency + nbytes / machine.host_link.bandwidth
+
+
 def rounded(seconds: float) -> float:
     """Four digits: prices in a plan must not hang on the last bit of a machine's arithmetic."""
     return float(f"{seconds:.3e}")

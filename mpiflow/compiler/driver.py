@@ -12,6 +12,7 @@ boxing       conversions between layouts, while lowering     boxing.py
 lower        tasks and registers                             lower.py
 fuse         fewer tasks                                     fuse.py
 bucket       fewer collectives                               bucket.py
+copies       between device and host, and routes             copies.py, routes.py
 schedule     the order of every stream                       schedule.py
 memory       offsets                                         memory.py, pack.py, tightfit.py
 price        predicted seconds                               here, by plan.simulator
@@ -51,6 +52,7 @@ from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.pipeline import stream_count
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
+from mpiflow.compiler.routes import route_notes
 from mpiflow.compiler.signature import choose
 from mpiflow.compiler.stages import assign_like, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
@@ -73,7 +75,7 @@ from mpiflow.version import __version__
 
 STEPS = (
     "trace", "check", "differentiate", "precision", "recompute", "micro-batches", "signatures",
-    "stages", "lower", "fuse", "bucket", "schedule", "memory", "price", "verify",
+    "stages", "lower", "fuse", "bucket", "copies", "schedule", "memory", "price", "verify",
 )  # fmt: skip
 """What `--after` takes; boxing shows in what `lower` gives."""
 
@@ -328,6 +330,7 @@ class _Compiler:
         self.notes += dict.fromkeys(note for stage in packed for note in stage.notes)
         ops = user_ops(programs, self.folder)
         self.notes += idle_ranks(programs, self.inside)
+        self.notes += route_notes(programs, self.inside)
         dropped = train.rows % train.batch
         if dropped:
             self.notes.append(
@@ -346,7 +349,7 @@ class _Compiler:
             seed=self.job.seed,
             identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),
             variables=tuple(v for stage in packed for v in stage.variables),
-            arenas=arenas_of(packed),
+            arenas=arenas_of(packed, self.target.device),
             process_bytes=max(map(self._process_bytes, packed)),
             data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
             settings=settings(self.job, train, programs),
@@ -363,7 +366,7 @@ class _Compiler:
     def _process_bytes(self, packed: Packed) -> int:
         """The memory of a process: Python, MPI and HDF5, the arena, what reading keeps."""
         read = reading_bytes(packed.programs, self.data, self.inside, self.cache_bytes)
-        return self.machine.process_bytes + packed.nbytes + read
+        return self.machine.process_bytes + packed.in_process(self.target.device) + read
 
 
 def evaluation_program(name: str) -> str:

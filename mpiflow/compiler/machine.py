@@ -85,6 +85,7 @@ class Machine:
     `nodes` is 0 where their number is not fixed, `devices_per_node` where all ranks share a node,
     `memory_bytes` where a device's memory is not known. A `hierarchical` collective reduces within
     the nodes first; otherwise a group on several nodes runs at the speed of the outer link.
+    `route` is how devices reach one another, "" where that is through the host.
     `overlap` says whether collectives progress while the rank computes, or only while it waits.
     `kernels` has the ops that were measured, by name. `crowding` is how many times longer kernels
     take in steps, by how many ranks are at work on a node.
@@ -107,6 +108,7 @@ class Machine:
     hierarchical: bool = False
     overlap: bool = True
     host_link: Link | None = None
+    route: str = ""
     crowding: tuple[tuple[int, float], ...] = ()
 
     def with_ranks(self, ranks: int) -> Machine:

@@ -3,7 +3,7 @@
 name, nodes, devices_per_node, process_bytes
 [device]        memory_bytes, memory_bandwidth, launch_seconds, matrix_flops, vector_flops,
                 kernels, crowding
-[links]         hierarchical, overlap
+[links]         hierarchical, overlap, route
 [links.inner]   latency_seconds, bandwidth, call_seconds, [[collectives]]; [links.outer] alike
 [host_link]     latency_seconds, bandwidth; [storage] alike
 """
@@ -24,6 +24,7 @@ from mpiflow.compiler.tomltable import Table
 from mpiflow.errors import UsageError
 from mpiflow.graph.op import REGISTRY
 from mpiflow.graph.tensor import DTYPES
+from mpiflow.plan.places import ROUTES
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """The collectives that a link may have curves for."""
@@ -32,7 +33,7 @@ _TOP = ("name", "nodes", "devices_per_node", "process_bytes", "device", "links",
         "storage")  # fmt: skip
 _DEVICE = ("memory_bytes", "memory_bandwidth", "launch_seconds", "matrix_flops", "vector_flops",
            "kernels", "crowding")  # fmt: skip
-_LINKS = ("inner", "outer", "hierarchical", "overlap")
+_LINKS = ("inner", "outer", "hierarchical", "overlap", "route")
 _LINK = ("latency_seconds", "bandwidth", "call_seconds", "collectives")
 _COLLECTIVE = ("kind", "members", "curve")
 _PORT = ("latency_seconds", "bandwidth")
@@ -79,6 +80,7 @@ def parse(content: bytes, file: str) -> Machine:
         outer=_link(links.table("outer", _LINK)) if "outer" in links.values else inner,
         hierarchical=links.truth("hierarchical", default=False),
         overlap=links.truth("overlap", default=True),
+        route=_route(links),
         crowding=_crowding(device),
         host_link=_port(top.table("host_link", _PORT)) if "host_link" in values else None,
         storage=storage.positive("bandwidth"),
@@ -90,6 +92,13 @@ def parse(content: bytes, file: str) -> Machine:
             " ranks a node takes"
         )
     return machine
+
+
+def _route(links: Table) -> str:
+    route = links.text("route") if "route" in links.values else ""
+    if route and route not in ROUTES:
+        raise links.wrong("route", route, f"one of {', '.join(ROUTES)}")
+    return route
 
 
 def _link(table: Table) -> Link:
@@ -201,7 +210,9 @@ def _device(machine: Machine) -> dict[str, Any]:
 
 
 def _link_truths(machine: Machine) -> dict[str, Any]:
-    truths = {"hierarchical": True} if machine.hierarchical else {}
+    truths: dict[str, Any] = {"hierarchical": True} if machine.hierarchical else {}
+    if machine.route:
+        truths["route"] = machine.route
     return truths if machine.overlap else {**truths, "overlap": False}
 
 

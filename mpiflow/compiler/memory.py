@@ -19,7 +19,7 @@ from itertools import pairwise
 from mpiflow.compiler.pack import WORTH, Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
-from mpiflow.plan.places import AHEAD, D2H, PINNED, workspace_space
+from mpiflow.plan.places import AHEAD, D2H, HOST, PINNED, workspace_space
 from mpiflow.plan.records import (
     COMPUTE,
     RECEIVE,
@@ -55,6 +55,10 @@ class Packed:
     nbytes: int
     lower_bound: int
     pinned: int = 0
+
+    def in_process(self, device: str) -> int:
+        """Of its arenas, the bytes that are memory of the process."""
+        return self.nbytes if device == HOST else self.pinned
 
     @property
     def notes(self) -> list[str]:

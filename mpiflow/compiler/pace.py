@@ -73,7 +73,7 @@ def _put_off(program: Program, stored: set[str]) -> _Extra:
     for task in reversed(tasks):
         if task.name in uses:
             use = uses[task.name]
-            own = earlier.get(use, -1) if task.kind == "collective" else before[use]
+            own = before[use] if task.kind == "compute" else earlier.get(use, -1)
             wait = min((own, *(needed[name] for name in task.outputs if name in needed)))
             waits[task.name] = wait
             for name in task.inputs:

@@ -18,7 +18,8 @@ from mpiflow.compiler.domains import DATA
 from mpiflow.errors import UsageError
 from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.sbp import B
-from mpiflow.plan.records import COMPUTE, READ, RECEIVE, Program, Register, Task
+from mpiflow.plan.places import AHEAD
+from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Register, Task
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
@@ -169,7 +170,7 @@ def with_slots(program: Program) -> Program:
     loop = max((t.phase for t in program.tasks if t.phase % 2), default=0)
     groups: dict[str, list[Task]] = {}
     # What is read has slots of its own, for the loops before this one too.
-    others = {name for task in program.tasks if task.kind == READ for name in task.outputs}
+    others = {name for task in program.tasks if task.stream in AHEAD for name in task.outputs}
     for task in program.tasks:
         if task.phase == loop:
             for name in (*task.inputs, *task.outputs):

@@ -96,7 +96,7 @@ def compile_predict(
         seed=job.seed,
         identity=(*_identity(placed.graph, job, data), *identity_section(ops)),
         variables=tuple(variable for stage in packed for variable in stage.variables),
-        arenas=arenas_of(packed),
+        arenas=arenas_of(packed, target.device),
         process_bytes=max(_process_bytes(one, target, data, cache_bytes) for one in packed),
         data=(data,),
         settings=Settings(epochs=1, steps_per_epoch=ceil(data.rows / data.batch)),
@@ -229,7 +229,7 @@ def _process_bytes(
 ) -> int:
     """The memory of a process: Python, MPI and HDF5, the arena, what reading keeps."""
     read = reading_bytes(packed.programs, {data.name: data}, target.inside, cache_bytes)
-    return target.machine.process_bytes + packed.nbytes + read
+    return target.machine.process_bytes + packed.in_process(target.device) + read
 
 
 def _identity(graph: Graph, job: Job, data: DataSet) -> tuple[tuple[str, str], ...]:

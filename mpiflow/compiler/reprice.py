@@ -16,6 +16,7 @@ from mpiflow.compiler.arrange import priced
 from mpiflow.compiler.cost import (
     collective_seconds,
     compute_seconds,
+    copy_seconds,
     exchange_seconds,
     message_seconds,
     read_seconds,
@@ -26,6 +27,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.owners import fetch_seconds, rows_seconds
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY
+from mpiflow.plan.places import D2H, H2D
 from mpiflow.plan.records import READ, RECEIVE, SEND, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.rows import FETCH, ROW_KINDS
 
@@ -56,6 +58,8 @@ def _seconds(
         stored = tensors[task.inputs[0]]
         handed = compute_seconds(machine, 0, task.nbytes, stored.dtype)
         return handed + task.nbytes / machine.storage
+    if task.kind in (H2D, D2H):
+        return copy_seconds(machine, task.nbytes)
     if task.kind == "collective":
         return _collective(task, tensors, mesh, machine)
     return _compute(task, tensors, machine)

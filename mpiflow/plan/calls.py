@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from mpiflow.plan.places import D2H, H2D, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, SEND, WRITE, Program, Register, Task
 
 KERNEL, START, WAIT, FREE = "kernel", "start", "wait", "free"
@@ -113,13 +114,14 @@ class _Walk:
     def _send_computed(self) -> None:
         """Start every send of what is computed, as another stage may wait for it.
 
-        First what needs no other wait, then what comes out of collectives, which all ranks of the
-        stage can end, and last what fills memory that has to be sent before.
+        First what needs no other wait than for copies, then what comes out of collectives, which
+        all ranks of the stage can end, and last what fills memory that has to be sent before.
         """
         if self.sending:
             return
         self.sending = True
-        for kinds in ((), ("collective",), ("collective", SEND)):
+        copies = (H2D, D2H)
+        for kinds in (copies, (*copies, "collective"), (*copies, "collective", SEND)):
             for stream, queue in self.queues.items():
                 while stream.startswith(SEND) and queue and self._is_computed(queue[0], kinds):
                     self._start(queue[0])
@@ -142,18 +144,18 @@ class _Walk:
     def _touch(self, a: Task, b: Task) -> bool:
         """Whether two tasks use the same memory, so that they may not overlap in time."""
         return any(
-            x < b_stop and b_start < x_stop
-            for x, x_stop in self._memory(a)
-            for b_start, b_stop in self._memory(b)
+            space == b_space and x < b_stop and b_start < x_stop
+            for space, x, x_stop in self._memory(a)
+            for b_space, b_start, b_stop in self._memory(b)
         )
 
-    def _memory(self, task: Task) -> list[tuple[int, int]]:
+    def _memory(self, task: Task) -> list[tuple[str, int, int]]:
         spans = [
-            (r.offset, r.offset + r.nbytes * r.slots)
+            (r.space, r.offset, r.offset + r.nbytes * r.slots)
             for r in (self.tensors[name] for name in (*task.inputs, *task.outputs))
         ]
         offset, nbytes = task.workspace
-        return [*spans, (offset, offset + nbytes)]
+        return [*spans, (workspace_space(task.route), offset, offset + nbytes)]
 
 
 def _users_of_reads(program: Program) -> list[set[str]]:

@@ -29,7 +29,7 @@ AHEAD = ("read", FEED)
 """The streams that run ahead of the step."""
 
 
-def arenas_of(device: str) -> tuple[str, ...]:
+def arena_names(device: str) -> tuple[str, ...]:
     """The arenas of a plan for this kind of device, that of kernels first."""
     return (HOST,) if device == HOST else (ACCELERATOR, PINNED)
 

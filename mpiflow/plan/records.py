@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, Layout
 from mpiflow.plan.first import NOTHING, FirstValues
-from mpiflow.plan.places import arena_name, arenas_of
+from mpiflow.plan.places import arena_name, arena_names
 
 if TYPE_CHECKING:
     from mpiflow.plan.slice import RankPlan
@@ -301,7 +301,7 @@ class Plan:
             mesh=self.mesh.within_stage(),
             variables=tuple(v for v in self.variables if v.stage == stage),
             arenas=tuple(
-                (name, dict(self.arenas)[f"{name}.{stage}"]) for name in arenas_of(self.device)
+                (name, dict(self.arenas)[f"{name}.{stage}"]) for name in arena_names(self.device)
             ),
             programs=tuple(p for p in self.programs if p.stage == stage),
         )

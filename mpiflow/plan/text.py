@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from mpiflow.graph.sbp import layout_text
-from mpiflow.plan.places import arenas_of
+from mpiflow.plan.places import arena_names
 from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Task
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import RankPlan
@@ -138,7 +138,7 @@ def _header(plan: Plan) -> list[str]:
 def _arenas(plan: Plan) -> str:
     """`1.23 MiB host arena`, of the largest stage."""
     sizes = dict(plan.arenas)
-    texts = (f"{size_text(sizes[name])} {name} arena" for name in arenas_of(plan.device))
+    texts = (f"{size_text(sizes[name])} {name} arena" for name in arena_names(plan.device))
     return ", ".join(texts)
 
 

@@ -28,7 +28,7 @@ from mpiflow.plan.places import (
     PINNED,
     ROUTES,
     STAGED,
-    arenas_of,
+    arena_names,
 )
 from mpiflow.plan.records import READ, RECEIVE, SEND, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.rows import ROW_KINDS
@@ -45,10 +45,10 @@ def arenas_by_space(plan: Plan) -> dict[str, int]:
             f"the plan is for device {plan.device!r}; there are {HOST!r} and {ACCELERATOR!r}"
         )
     sizes = dict(plan.arenas)
-    for name in arenas_of(plan.device):
+    for name in arena_names(plan.device):
         if name not in sizes:
             raise VerifyError(f"the plan has no arena {name!r}, where its memory lies")
-    return {"" if name == plan.device else name: sizes[name] for name in arenas_of(plan.device)}
+    return {"" if name == plan.device else name: sizes[name] for name in arena_names(plan.device)}
 
 
 def check_places(plan: Plan, program: Program, context: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import B, S, layout_text
-from mpiflow.plan.places import arenas_of, workspace_space
+from mpiflow.plan.places import arena_names, workspace_space
 from mpiflow.plan.records import READ, WRITE, DataSet, Plan, Program, Register, Task
 
 LOSS = "loss"
@@ -194,7 +194,7 @@ def _check_arena(plan: Plan) -> None:
     for program in plan.programs:
         for task in program.tasks:
             ends.setdefault(workspace_space(task.route), []).append(sum(task.workspace))
-    for name in arenas_of(plan.device):
+    for name in arena_names(plan.device):
         space = "" if name == plan.device else name
         found = plan.arena(space)
         _require(

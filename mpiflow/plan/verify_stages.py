@@ -13,7 +13,7 @@ from typing import Any
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import layout_text
 from mpiflow.plan.marked import Step, Walk
-from mpiflow.plan.places import arenas_of
+from mpiflow.plan.places import arena_names
 from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
 from mpiflow.plan.unroll import enough
 from mpiflow.plan.verify_calls import check_calls
@@ -26,7 +26,7 @@ Message = tuple[int, int, Any]
 def check_parts(plan: Plan) -> None:
     """VerifyError unless every stage has the same programs, and a place for its memory."""
     count = plan.mesh.stages
-    kinds = arenas_of(plan.device)
+    kinds = arena_names(plan.device)
     wanted = {*kinds, *(f"{kind}.{stage}" for kind in kinds for stage in range(count))}
     if {name for name, _ in plan.arenas} != wanted:
         raise VerifyError(
