@@ -141,7 +141,11 @@ _DATA = _argument(
 _SET = _argument(
     "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the job"
 )
-_MESH = _argument("--mesh", metavar="AXIS=N,...", help="arrange the ranks: data=2,model=4")
+_MESH = _argument(
+    "--mesh",
+    metavar="AXIS=N,...",
+    help="arrange the ranks: data=2,model=4; stage=2,data=3+1 for stages of 3 and 1 ranks",
+)
 _MICRO = _argument(
     "--micro-batches", type=int, metavar="N", help="do each step in N parts, one after another"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 from mpiflow.compiler.arrange import Observer, Target
@@ -16,7 +17,7 @@ from mpiflow.compiler.recompute import check_recompute
 from mpiflow.compiler.routes import choose_route, device_kind
 from mpiflow.compiler.zero import check_level
 from mpiflow.errors import JobError, UsageError
-from mpiflow.graph.mesh import Mesh, parse_mesh
+from mpiflow.graph.mesh import STAGE, Mesh, parse_mesh
 from mpiflow.graph.tensor import DTYPES
 from mpiflow.job import Dataset, Job
 from mpiflow.plan.records import DataSet, Plan
@@ -124,9 +125,21 @@ def _levels(devices_per_node: int, mesh: Mesh) -> str:
     """Which axes stay within a node, and which go between nodes."""
     parts = []
     for axis, name in enumerate(mesh.names):
-        nodes = spread(mesh, (axis,), devices_per_node)[1]
+        nodes = _nodes(mesh, axis, devices_per_node)
         parts.append(f"axis {name} {'goes between nodes' if nodes > 1 else 'stays within a node'}")
     return ", ".join(parts)
+
+
+def _nodes(mesh: Mesh, axis: int, devices_per_node: int) -> int:
+    """How many nodes a group along an axis is on; where stages differ, on any of them."""
+    if not mesh.by_stage:
+        return spread(mesh, (axis,), devices_per_node)[1]
+    if mesh.names[axis] == STAGE:
+        return ceil(mesh.size / devices_per_node)
+    inside = [mesh.within_stage(stage) for stage in range(mesh.stages)]
+    return max(
+        spread(each, (each.index(mesh.names[axis]),), devices_per_node)[1] for each in inside
+    )
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

@@ -32,7 +32,7 @@ class Point:
 
     def plain(self) -> dict[str, Any]:
         """As --json gives it."""
-        about = {"nodes": self.nodes, "ranks": self.mesh.size, "mesh": dict(self.mesh.axes)}
+        about = {"nodes": self.nodes, "ranks": self.mesh.size, "mesh": self.mesh.described()}
         if self.outlook is None:
             return {**about, "refused": self.refused}
         return {**about, "rows": self.rows, **self.outlook.plain()}
@@ -52,7 +52,10 @@ def mesh_for(text: str | None, ranks: int) -> Mesh:
     """The mesh of --mesh with as many ranks along `data` as there are; UsageError if none fits."""
     if text is None:
         return Mesh(((DATA, ranks),))
-    axes = dict(parse_mesh(text).axes)
+    mesh = parse_mesh(text)
+    if mesh.by_stage:
+        raise UsageError(f"--nodes: give a --mesh whose stages are alike; {mesh} is not one")
+    axes = dict(mesh.axes)
     axes.setdefault(DATA, 1)
     others = Mesh(tuple(axis for axis in axes.items() if axis[0] != DATA)).size
     if ranks % others:

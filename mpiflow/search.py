@@ -67,6 +67,8 @@ def find_plans(
 ) -> Found:
     """Search the meshes, micro-batches, schedules and levels of ZeRO that are not given."""
     mesh = choose_mesh(given.ranks, given.mesh, machine)
+    if mesh.by_stage:
+        raise UsageError(f"--search looks at meshes whose stages are alike; {mesh} is not one")
     machine_notes(machine, mesh)  # refuses more ranks than there are devices
     check_level(given.zero or 0)
     check_recompute(given.recompute)
@@ -162,7 +164,7 @@ class Row:
         """As --json gives it."""
         candidate = self.planned.candidate
         return {
-            "mesh": dict(candidate.mesh.axes),
+            "mesh": candidate.mesh.described(),
             "micro_batches": candidate.micro_batches,
             "schedule": candidate.pipeline.schedule,
             "virtual": candidate.pipeline.virtual,

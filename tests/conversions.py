@@ -106,7 +106,7 @@ def execute(transport, groups, case):
     arena = Arena(Cpu(), dict(plan.arenas)["host"])
     arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
     rank = plan.slice(transport.rank, program)
-    binder = Binder(program, plan.tensors(program), rank, arena, groups, lambda: None)
+    binder = Binder(program, plan.tensors(program), rank, plan.mesh, arena, groups, lambda: None)
     views = binder.views(0)
     step = binder.step(0, lambda _: None, lambda: None)
     before = sum(group.sent for group in groups.values())

@@ -78,12 +78,12 @@ def quality(placed: Placed, limit: int) -> Layouts:
     return Layouts(rounded(placed.seconds), float(f"{gap:.1e}"), limit)
 
 
-def idle_ranks(programs: tuple[Program, ...], inside: Mesh) -> Iterator[str]:
+def idle_ranks(programs: tuple[Program, ...], whole: Mesh) -> Iterator[str]:
     """Which batches have fewer rows than ranks that split them: that is right, but slow."""
     for program in programs:
         if not program.data or program.name.endswith("_tail"):
             continue
-        mesh = inside.in_time(program.micro_batches)
+        mesh = whole.within_stage(program.stage).in_time(program.micro_batches)
         what = "micro-batch" if mesh.timed else "batch"
         rows = program.rows // program.micro_batches
         parts = max((_parts(r, mesh) for r in _read(program)), default=1)
@@ -97,7 +97,7 @@ def idle_ranks(programs: tuple[Program, ...], inside: Mesh) -> Iterator[str]:
 def reading_bytes(
     programs: tuple[Program, ...],
     data: dict[str, DataSet],
-    inside: Mesh,
+    whole: Mesh,
     cache_bytes: Callable[..., int],
 ) -> int:
     """What reading keeps in memory, of all data sets together."""
@@ -105,7 +105,7 @@ def reading_bytes(
     for program in programs:
         reads = _read(program)
         if reads and program.data not in cached:
-            mesh = inside.in_time(program.micro_batches)
+            mesh = whole.within_stage(program.stage).in_time(program.micro_batches)
             held = local_shape(reads[0].shape, reads[0].layout, mesh)[0]
             first = range(0, program.rows, program.rows // program.micro_batches)
             spans = [(start, start + held) for start in first]

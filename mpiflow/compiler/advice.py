@@ -92,6 +92,8 @@ def _micro_batches(target: Target, job: Job, graph: Graph) -> Iterator[str]:
 
 def _ranks(target: Target, job: Job, graph: Graph) -> Iterator[str]:
     """The fewest ranks that may fit, more of them on the first axis."""
+    if target.mesh.by_stage:
+        return
     (name, size), *others = target.mesh.axes
     for times in _TRIED:
         mesh = Mesh(((name, size * times), *others))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.bucket import bucket
@@ -30,6 +30,7 @@ from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.traffic import firing_bytes
 
+Result = TypeVar("Result")
 Observer = Callable[[str, str, Any], None]
 """Called after a step with its name, the program's, and what it made."""
 
@@ -58,9 +59,14 @@ class Target:
     recompute: str | None = None
 
     @property
-    def inside(self) -> Mesh:
-        """The mesh of the ranks of one pipeline stage."""
-        return self.mesh.within_stage()
+    def inside(self) -> tuple[Mesh, ...]:
+        """The mesh of the ranks of each pipeline stage."""
+        return tuple(self.mesh.within_stage(stage) for stage in range(self.mesh.stages))
+
+    def on_each(self, make: Callable[[Mesh], Result]) -> tuple[Result, ...]:
+        """What `make` gives for the ranks of each stage: once for stages with equal ones."""
+        made = {mesh: make(mesh) for mesh in dict.fromkeys(self.inside)}
+        return tuple(made[mesh] for mesh in self.inside)
 
 
 Variables = Mapping[str, Variable]
@@ -125,10 +131,11 @@ def _fewer(program: Program, variables: Variables, target: Target, observe: Obse
     observe("lower", program.name, program)
     program = fuse(program, set(variables))
     observe("fuse", program.name, program)
-    program = bucket(program, target.inside, target.machine, variables.values())
+    inside = target.mesh.within_stage(program.stage)
+    program = bucket(program, inside, target.machine, variables.values())
     observe("bucket", program.name, program)
     if target.device == ACCELERATOR:
-        mesh = target.inside.in_time(program.micro_batches)
+        mesh = inside.in_time(program.micro_batches)
         program = with_copies(program, variables.values(), mesh, target.machine, target.route)
     observe("copies", program.name, program if target.device == ACCELERATOR else "none: one memory")
     program = with_slots(program)
@@ -143,11 +150,11 @@ def _equal_everywhere(program: Program, folder: Path) -> Program:
     return replace(program, tasks=tuple(tasks))
 
 
-def stored(graph: Graph, name: str, layout: Layout, target: Target, folder: Path) -> Variable:
-    """The record of a variable in a layout; its place is still to be found."""
+def stored(graph: Graph, name: str, layout: Layout, mesh: Mesh, folder: Path) -> Variable:
+    """The record of a variable in a layout on the ranks of a stage; its place is still to find."""
     variable = graph.variables[name]
     tensor = variable.tensor
-    nbytes = prod(local_shape(tensor.shape, layout, target.inside)) * itemsize(tensor.dtype)
+    nbytes = prod(local_shape(tensor.shape, layout, mesh)) * itemsize(tensor.dtype)
     return Variable(
         name, tensor.shape, tensor.dtype, layout, 0, nbytes,
         trainable=variable.trainable, where=relative_line(tensor.where, folder),

@@ -103,7 +103,7 @@ class Builder:
 
     def send(self, transfer: Transfer, source: Register, where: str) -> None:
         """A task that sends a register to the stage that the transfer is for."""
-        stage, layout = transfer.target, source.layout
+        stage = transfer.target
         self.add(
             Task(
                 self._message_name(transfer, f">stage{stage}"),
@@ -111,12 +111,12 @@ class Builder:
                 f"{SEND}.{stage}.{transfer.lane}",
                 SEND,
                 inputs=(source.name,),
-                attributes={"stage": stage, "message": transfer.message},
+                attributes=transfer.attributes(SEND),
                 nbytes=transfer.nbytes,
                 seconds=transfer.seconds,
                 where=where,
             ),
-            layout,
+            source.layout,
         )
 
     def _message_name(self, transfer: Transfer, end: str) -> str:
@@ -127,7 +127,7 @@ class Builder:
         """The register that holds what a transfer brings."""
         tensor, stage = transfer.tensor, transfer.source
         name = self._message_name(transfer, f"<stage{stage}")
-        made = self.register(name, tensor.shape, tensor.dtype, transfer.layout)
+        made = self.register(name, tensor.shape, tensor.dtype, transfer.received)
         self.add(
             Task(
                 name,
@@ -135,13 +135,13 @@ class Builder:
                 f"{RECEIVE}.{stage}.{transfer.lane}",
                 RECEIVE,
                 outputs=(name,),
-                attributes={"stage": stage, "message": transfer.message},
+                attributes=transfer.attributes(RECEIVE),
                 nbytes=transfer.nbytes,
                 seconds=transfer.seconds,
                 where=tensor.where,
                 phase=transfer.phase,
             ),
-            transfer.layout,
+            transfer.received,
         )
         return made
 

@@ -202,9 +202,15 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.3e}")
 
 
-def message_seconds(machine: Machine, nbytes: int, mesh: Mesh) -> float:
-    """A message from a rank of one pipeline stage to the same rank of another."""
-    axis = mesh.index(STAGE)
-    nodes = spread(mesh, (axis,), machine.devices_per_node)[1]
-    link = machine.inner if nodes == 1 else machine.outer
-    return link.call + link.latency + nbytes / link.bandwidth
+def message_seconds(machine: Machine, nbytes: int, mesh: Mesh, pieces: int = 1) -> float:
+    """What a rank of one pipeline stage sends to ranks of another, in so many pieces.
+
+    Where stages have different ranks, those of two are taken to be on two nodes, unless all fit on
+    one.
+    """
+    if mesh.by_stage:
+        near = mesh.size <= (machine.devices_per_node or mesh.size)
+    else:
+        near = spread(mesh, (mesh.index(STAGE),), machine.devices_per_node)[1] == 1
+    link = machine.inner if near else machine.outer
+    return pieces * link.call + link.latency + nbytes / link.bandwidth

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +53,7 @@ from mpiflow.compiler.pipeline import stream_count
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
 from mpiflow.compiler.routes import route_notes
-from mpiflow.compiler.signature import choose
+from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import assign_like, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
@@ -61,7 +61,8 @@ from mpiflow.compiler.zero import level_note
 from mpiflow.errors import CompileError, JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph, Node
-from mpiflow.graph.sbp import B
+from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.sbp import B, Layout
 from mpiflow.job import Job
 from mpiflow.optim import average_name
 from mpiflow.plan.records import (
@@ -174,7 +175,7 @@ class _Compiler:
         def attempt(limit: Limit | None) -> Attempt[Made]:
             train, packed = self._arranged(graph, timing, limit)
             size = max(stage.nbytes for stage in packed)
-            return Attempt((train, packed), size, lambda: held_bytes(train.placed))
+            return Attempt((train, packed), size, lambda: max(map(held_bytes, train.layouts)))
 
         return attempt
 
@@ -199,34 +200,41 @@ class _Compiler:
         """
         train = self._train_step(graph, timing, limit)
         timed = timing is not None
-        variables = {
-            name: stored(
-                graph, name, train.placed.sources[v.tensor][timed:], self.target, self.folder
-            )
-            for name, v in graph.variables.items()
-        }
+        variables = [
+            {
+                name: stored(graph, name, placed.sources[v.tensor][timed:], mesh, self.folder)
+                for name, v in graph.variables.items()
+            }
+            for placed, mesh in zip(train.layouts, self.inside, strict=True)
+        ]
         evaluations = [
             step
             for name in self.job.evaluations
             for step in self._evaluations(name, train, variables, limit)
         ]
         parts = [
-            self._part(stage, train, evaluations, variables) for stage in range(self.mesh.stages)
+            self._part(stage, train, evaluations, variables[stage])
+            for stage in range(self.mesh.stages)
         ]
         return train, arrange_stages(parts, self.target, self.folder, self.observe)
 
     def _train_step(self, graph: Graph, timing: Timing | None, limit: Limit | None) -> Step:
         data, zero = self.data["train"], self.target.zero or 0
-        mesh = self.inside.in_time(self.job.micro_batches)
-        placed = choose(graph, mesh, self.machine, timing=timing, zero=zero, limit=limit)
-        self.observe("signatures", "train", placed)
+
+        def chosen(inside: Mesh) -> Placed:
+            mesh = inside.in_time(self.job.micro_batches)
+            placed = choose(graph, mesh, self.machine, timing=timing, zero=zero, limit=limit)
+            self.observe("signatures", "train", placed)
+            return placed
+
+        layouts = self.target.on_each(chosen)
         stages = None
         if self.mesh.stages > 1:
-            virtual = self.target.pipeline.virtual
-            stages = assign_stages(graph, placed.kernel_seconds(), self.mesh.stages, virtual)
+            seconds = [placed.kernel_seconds() for placed in layouts]
+            stages = assign_stages(graph, seconds, self.target.pipeline.virtual)
         self.observe("stages", "train", stages or f"one stage on mesh {self.mesh}")
         lowered = limit.zero if limit else zero
-        return make_step(placed, "train", data.batch, self.target, timing, stages, lowered)
+        return make_step(layouts, "train", data.batch, self.target, timing, stages, lowered)
 
     def _part(
         self, stage: int, train: Step, evaluations: list[Step], variables: dict[str, Variable]
@@ -238,12 +246,12 @@ class _Compiler:
             variables = {n: replace(variables[n], stage=stage) for n in chunks}
             # What several stages keep, the first of them saves.
             saved = {n: v for n, v in variables.items() if stage == train.stages.first(chunks[n])}
-        shown = self._averages(variables)
+        shown, inside = self._averages(variables), self.inside[stage]
         programs = [
-            lower_initialise(graph, variables, self.inside, self.machine),
+            lower_initialise(graph, variables, inside, self.machine),
             train.program(stage, variables),
             *(step.program(stage, shown) for step in evaluations),
-            lower_save(saved, self.inside, self.machine),
+            lower_save(saved, inside, self.machine),
         ]
         return [replace(program, stage=stage) for program in programs], variables
 
@@ -286,28 +294,50 @@ class _Compiler:
         }
 
     def _evaluations(
-        self, name: str, train: Step, variables: dict[str, Variable], limit: Limit | None
+        self,
+        name: str,
+        train: Step,
+        variables: list[dict[str, Variable]],
+        limit: Limit | None,
     ) -> list[Step]:
-        """A step for the full batches of an evaluation, one for the rows that are left."""
+        """A step for the full batches of an evaluation, one for the rows that are left.
+
+        `variables` are those of training, as each stage has them.
+        """
         data = self.data[name]
         base = evaluation_program(name)
         tail = data.rows % data.batch
-        layouts = {name: v.layout for name, v in self._averages(variables).items()}
+        kept = {
+            mesh: {name: v.layout for name, v in self._averages(mine).items()}
+            for mesh, mine in zip(self.inside, variables, strict=True)
+        }
         sizes = [(base, data.batch)] if data.rows >= data.batch else []
         sizes += [(f"{base}_tail", tail)] if tail else []
         steps = []
         for program, rows in sizes:
             graph = self._traced(program, data, rows, training=False)
-            _same_variables(graph, variables)
+            _same_variables(graph, variables[0])
             timing = self._evaluation_timing(graph, rows)
             self.observe("micro-batches", program, timing or f"one micro-batch of {rows} rows")
-            mesh = self.inside.in_time(timing.micro_batches if timing else 1)
-            fixed = {n: (B,) * mesh.timed + layout for n, layout in layouts.items()}
-            placed = choose(graph, mesh, self.machine, fixed, timing=timing, limit=limit)
-            self.observe("signatures", program, placed)
+            layouts = self.target.on_each(partial(self._evaluated, graph, timing, limit, kept))
             stages = train.stages and assign_like(graph, train.stages)
-            steps.append(make_step(placed, name, rows, self.target, timing, stages, forward=True))
+            steps.append(make_step(layouts, name, rows, self.target, timing, stages, forward=True))
         return steps
+
+    def _evaluated(
+        self,
+        graph: Graph,
+        timing: Timing | None,
+        limit: Limit | None,
+        kept: dict[Mesh, dict[str, Layout]],
+        inside: Mesh,
+    ) -> Placed:
+        """The layouts of an evaluation on the ranks of a stage; variables are in those `kept`."""
+        mesh = inside.in_time(timing.micro_batches if timing else 1)
+        fixed = {name: (B,) * mesh.timed + layout for name, layout in kept[inside].items()}
+        placed = choose(graph, mesh, self.machine, fixed, timing=timing, limit=limit)
+        self.observe("signatures", graph.name, placed)
+        return placed
 
     def _evaluation_timing(self, graph: Graph, rows: int) -> Timing | None:
         """With pipeline stages, evaluations are cut as training is, or as nearly as rows allow."""
@@ -329,8 +359,8 @@ class _Compiler:
         programs = tuple(program for stage in packed for program in stage.programs)
         self.notes += dict.fromkeys(note for stage in packed for note in stage.notes)
         ops = user_ops(programs, self.folder)
-        self.notes += idle_ranks(programs, self.inside)
-        self.notes += route_notes(programs, self.inside)
+        self.notes += dict.fromkeys(idle_ranks(programs, self.mesh))
+        self.notes += route_notes(programs, self.mesh)
         dropped = train.rows % train.batch
         if dropped:
             self.notes.append(
@@ -365,7 +395,7 @@ class _Compiler:
 
     def _process_bytes(self, packed: Packed) -> int:
         """The memory of a process: Python, MPI and HDF5, the arena, what reading keeps."""
-        read = reading_bytes(packed.programs, self.data, self.inside, self.cache_bytes)
+        read = reading_bytes(packed.programs, self.data, self.mesh, self.cache_bytes)
         return self.machine.process_bytes + packed.in_process(self.target.device) + read
 
 

@@ -165,7 +165,7 @@ class Estimator:
             seconds = {node: self._kernel(node, choice, mesh) for node, choice in placed.nodes}
             cut = None
             if stages > 1:
-                cut = assign_stages(self.graph, seconds, stages, virtual)
+                cut = assign_stages(self.graph, [seconds] * stages, virtual)
             self.works[key] = self._add_up(placed, mesh, seconds, stages, cut)
         return self.works[key]
 

@@ -19,10 +19,12 @@ from mpiflow.plan.records import Program, Variable
 class Step:
     """A traced graph with its layouts, its stages and the messages between them.
 
-    One that is only `forward` has no backward pass, as evaluations and predictions.
+
+    `layouts` has the graph with those of each stage: the same where stages have equal ranks. One
+    that is only `forward` has no backward pass, as evaluations and predictions.
     """
 
-    placed: Placed
+    layouts: tuple[Placed, ...]
     data: str
     rows: int
     target: Target
@@ -32,14 +34,23 @@ class Step:
     zero: int = 0
     forward: bool = False
 
+    @property
+    def placed(self) -> Placed:
+        """The graph with layouts: where stages differ, those of the stage that would take longest.
+
+        They are of the whole graph, on the ranks of that stage alone.
+        """
+        return max(self.layouts, key=lambda placed: placed.seconds)
+
     def part(self, stage: int) -> Placed:
         """The nodes, variables and fields of one stage; everything, where there are none."""
-        return part(self.placed, self.stages, stage) if self.stages else self.placed
+        placed = self.layouts[stage]
+        return part(placed, self.stages, stage) if self.stages else placed
 
     def program(self, stage: int, variables: dict[str, Variable]) -> Program:
         """The tasks of a stage, whose variables these are."""
         placed = self.part(stage)
-        mesh = self.target.mesh.within_stage()
+        mesh = self.target.mesh.within_stage(stage)
         return lower(
             placed,
             variables,
@@ -125,7 +136,7 @@ class Step:
 
 
 def make_step(
-    placed: Placed,
+    layouts: tuple[Placed, ...],
     data: str,
     rows: int,
     target: Target,
@@ -138,5 +149,5 @@ def make_step(
     """A step, with the messages that its stages need, to be lowered at a level of `zero`."""
     messages: tuple[Transfer, ...] = ()
     if stages is not None:
-        messages = transfers(placed, stages, timing, target.mesh, target.machine)
-    return Step(placed, data, rows, target, timing, stages, messages, zero, forward).in_lanes()
+        messages = transfers(layouts, stages, timing, target.mesh, target.machine)
+    return Step(layouts, data, rows, target, timing, stages, messages, zero, forward).in_lanes()

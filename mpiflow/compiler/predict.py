@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -31,13 +32,14 @@ from mpiflow.compiler.build import Builder
 from mpiflow.compiler.lower import PREFETCH, lower_initialise
 from mpiflow.compiler.memory import Packed
 from mpiflow.compiler.parts import Step, make_step
-from mpiflow.compiler.signature import choose
+from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import Stages, assign_equally, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.errors import DataError, UsageError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph, building
+from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY
 from mpiflow.graph.sbp import B, Layout, S
 from mpiflow.graph.tensor import Tensor, is_narrow
@@ -75,12 +77,8 @@ def compile_predict(
     """The plan, proven. It has the variables that the outputs need, and no others."""
     data = wanted.data
     steps = _steps(job, wanted, target)
-    placed = steps[0].placed
-    layouts = {name: placed.sources[v.tensor] for name, v in placed.graph.variables.items()}
-    variables = {
-        name: stored(placed.graph, name, layouts[name], target, folder) for name in layouts
-    }
-    parts = [_part(stage, steps, variables) for stage in range(target.mesh.stages)]
+    graph = steps[0].placed.graph
+    parts = [_part(stage, steps, folder) for stage in range(target.mesh.stages)]
     packed = arrange_stages(parts, target, folder)
     programs = tuple(program for stage in packed for program in stage.programs)
     ops = user_ops(programs, folder)
@@ -94,7 +92,7 @@ def compile_predict(
         overlap=target.machine.overlap,
         numerics=NUMERICS,
         seed=job.seed,
-        identity=(*_identity(placed.graph, job, data), *identity_section(ops)),
+        identity=(*_identity(graph, job, data), *identity_section(ops)),
         variables=tuple(variable for stage in packed for variable in stage.variables),
         arenas=arenas_of(packed, target.device),
         process_bytes=max(_process_bytes(one, target, data, cache_bytes) for one in packed),
@@ -115,29 +113,39 @@ def _steps(job: Job, wanted: Wanted, target: Target) -> list[Step]:
     tail = data.rows % data.batch
     sizes = [(PREDICT, data.batch)] if data.rows >= data.batch else []
     sizes += [(f"{PREDICT}_tail", tail)] if tail else []
-    layouts: dict[str, Layout] | None = None
     stages: Stages | None = None
+    layouts: dict[Mesh, dict[str, Layout]] = {}
     steps = []
     for name, rows in sizes:
         graph = _graph(job, wanted, name, rows)
-        placed = choose(graph, target.inside, target.machine, layouts)
-        layouts = {name: placed.sources[v.tensor] for name, v in graph.variables.items()}
+        placed = target.on_each(partial(_placed, graph, target, layouts))
+        for mesh, one in zip(target.inside, placed, strict=True):
+            layouts[mesh] = {name: one.sources[v.tensor] for name, v in graph.variables.items()}
         if stages is not None:
             stages = assign_equally(graph, stages)
         elif target.mesh.stages > 1:
-            stages = assign_stages(graph, placed.kernel_seconds(), target.mesh.stages)
+            stages = assign_stages(graph, [one.kernel_seconds() for one in placed])
         steps.append(make_step(placed, data.name, rows, target, None, stages, forward=True))
     return steps
 
 
-def _part(
-    stage: int, steps: list[Step], variables: dict[str, Variable]
-) -> tuple[list[Program], dict[str, Variable]]:
+def _placed(
+    graph: Graph, target: Target, layouts: dict[Mesh, dict[str, Layout]], mesh: Mesh
+) -> Placed:
+    """The graph with layouts for the ranks of a stage; of variables those that are known."""
+    return choose(graph, mesh, target.machine, layouts.get(mesh))
+
+
+def _part(stage: int, steps: list[Step], folder: Path) -> tuple[list[Program], dict[str, Variable]]:
     """What a stage does in each program, and its variables."""
-    target, graph = steps[0].target, steps[0].part(stage).graph
-    kept = {name: replace(variables[name], stage=stage) for name in graph.variables}
+    target, placed = steps[0].target, steps[0].part(stage)
+    graph, mesh = placed.graph, target.inside[stage]
+    kept = {
+        name: replace(stored(graph, name, placed.sources[v.tensor], mesh, folder), stage=stage)
+        for name, v in graph.variables.items()
+    }
     programs = [
-        lower_initialise(graph, kept, target.inside, target.machine),
+        lower_initialise(graph, kept, mesh, target.machine),
         *(_program(step, stage, kept) for step in steps),
     ]
     return [replace(program, stage=stage) for program in programs], kept
@@ -196,13 +204,14 @@ def _chosen(
 
 def _program(step: Step, stage: int, variables: dict[str, Variable]) -> Program:
     """The tasks of a stage in a step; the last ones hand out the rows of each output it makes."""
-    graph, target = step.placed.graph, step.target
+    placed, target = step.layouts[stage], step.target
+    graph, mesh = placed.graph, target.inside[stage]
     program = step.program(stage, variables)
     registers = {register.name: register for register in program.registers}
-    build = Builder(target.inside, target.machine, registers, list(program.tasks))
-    split = next((step.placed.sources[tensor] for tensor in graph.inputs.values()), ())
+    build = Builder(mesh, target.machine, registers, list(program.tasks))
+    split = next((placed.sources[tensor] for tensor in graph.inputs.values()), ())
     # Rows lie where their batch was read, so that few have to move.
-    layout = tuple(S(0) if sbp == S(0) else B for sbp in split) or (B,) * len(target.inside.axes)
+    layout = tuple(S(0) if sbp == S(0) else B for sbp in split) or (B,) * len(mesh.axes)
     for name, tensor in graph.outputs.items():
         if step.stages and step.stages.first(step.stages.of(tensor)) != stage:
             continue
@@ -228,7 +237,7 @@ def _process_bytes(
     packed: Packed, target: Target, data: DataSet, cache_bytes: Callable[..., int]
 ) -> int:
     """The memory of a process: Python, MPI and HDF5, the arena, what reading keeps."""
-    read = reading_bytes(packed.programs, {data.name: data}, target.inside, cache_bytes)
+    read = reading_bytes(packed.programs, {data.name: data}, target.mesh, cache_bytes)
     return target.machine.process_bytes + packed.in_process(target.device) + read
 
 

@@ -27,6 +27,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.owners import fetch_seconds, rows_seconds
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY
+from mpiflow.plan.pieces import most_pieces
 from mpiflow.plan.places import D2H, H2D
 from mpiflow.plan.records import READ, RECEIVE, SEND, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.rows import FETCH, ROW_KINDS
@@ -51,7 +52,8 @@ def _seconds(
     task: Task, tensors: Mapping[str, Register], mesh: Mesh, whole: Mesh, machine: Machine
 ) -> float:
     if task.kind in (SEND, RECEIVE):
-        return message_seconds(machine, task.nbytes, whole)
+        pieces = most_pieces(task, tensors[(*task.inputs, *task.outputs)[0]], mesh)
+        return message_seconds(machine, task.nbytes, whole, pieces)
     if task.kind == READ:
         return read_seconds(machine, task.nbytes)
     if task.kind == WRITE:

@@ -46,13 +46,13 @@ def choose_route(device: str, route: str | None, machine: Machine) -> str:
     return route
 
 
-def route_notes(programs: Iterable[Program], inside: Mesh) -> Iterator[str]:
+def route_notes(programs: Iterable[Program], whole: Mesh) -> Iterator[str]:
     """What is not done as the plan's route would have it, and its price in a training step."""
     groups: dict[str, list[float]] = defaultdict(list)
     for program in programs:
         if program.name != "train":
             continue
-        mesh = inside.in_time(program.micro_batches)
+        mesh = whole.within_stage(program.stage).in_time(program.micro_batches)
         registers = {r.name: r for r in program.registers}
         for task in program.tasks:
             times = program.micro_batches if task.phase % 2 else 1

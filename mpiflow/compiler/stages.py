@@ -14,6 +14,7 @@ stage that reads it: tied weights are kept, and updated alike, on several.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -96,14 +97,14 @@ def part(placed: Placed, stages: Stages, stage: int) -> Placed:
     return replace(placed, graph=mine, nodes=nodes, sources=sources)
 
 
-def assign_stages(
-    graph: Graph, seconds: dict[Node, float], stages: int, virtual: int = 1
-) -> Stages:
+def assign_stages(graph: Graph, seconds: Sequence[dict[Node, float]], virtual: int = 1) -> Stages:
     """Cut a graph so that the longest piece is as short as can be; `seconds` are of kernels.
 
-    What `mf.stage` pins stays where it is pinned. Of cuts about equally good, those that send the
-    least are taken. CompileError where there are fewer nodes than pieces, or pins contradict.
+    Each stage has seconds of its own: it may have more ranks than another. What `mf.stage` pins
+    stays where it is pinned. Of cuts about equally good, those that send the least are taken.
+    CompileError where there are fewer nodes than pieces, or pins contradict.
     """
+    stages = len(seconds)
     count = stages * virtual
     nodes = _cut_nodes(graph)
     if len(nodes) < count:
@@ -111,16 +112,26 @@ def assign_stages(
             f"the model has {len(nodes)} nodes that depend on the batch and on variables; they"
             f" cannot be cut into {count} pieces, use fewer stages"
         )
+    known = {id(each): _with_backward(graph, nodes, each) for each in seconds}
+    own = [known[id(each)] for each in seconds]
+    spent = [np.array(list(own[c % stages].values())) for c in range(count)]
+    ends = _ends(spent, _crossing(nodes), _pinned(graph, nodes, count))
+    chunks = {node: c for c in range(count) for node in nodes[ends[c] : ends[c + 1]]}
+    return _Spread(graph, chunks, {}).stages(
+        count, stages, {node: own[c % stages][node] for node, c in chunks.items()}
+    )
+
+
+def _with_backward(
+    graph: Graph, nodes: list[Node], seconds: dict[Node, float]
+) -> dict[Node, float]:
+    """The seconds of nodes that are cut, and of what goes with them in the backward pass."""
     own = dict.fromkeys(nodes, 0.0)
     for node, spent in seconds.items():
         first = graph.origins.get(node, node)
         if first in own:
             own[first] += spent
-    ends = _ends(
-        np.array(list(own.values())), _crossing(nodes), _pinned(graph, nodes, count), count
-    )
-    chunks = {node: c for c in range(count) for node in nodes[ends[c] : ends[c + 1]]}
-    return _Spread(graph, chunks, {}).stages(count, stages, own)
+    return own
 
 
 def assign_like(graph: Graph, trained: Stages) -> Stages:
@@ -204,20 +215,21 @@ def _pinned(graph: Graph, nodes: list[Node], count: int) -> list[int]:
 
 
 def _ends(
-    seconds: NDArray[np.float64], crossing: NDArray[np.float64], pins: list[int], count: int
+    seconds: list[NDArray[np.float64]], crossing: NDArray[np.float64], pins: list[int]
 ) -> list[int]:
     """Where each piece begins, and the end: the least longest piece, then the fewest bytes.
 
-    An interval program over (pieces, nodes), as in Alpa's stage cut (Zheng et al. 2022).
+    `seconds` has those of the nodes in each piece that they may be in. An interval program over
+    (pieces, nodes), as in Alpa's stage cut (Zheng et al. 2022).
     """
-    total = np.concatenate(([0.0], np.cumsum(seconds)))
-    size = len(seconds) + 1
-    span = total[None, :] - total[:, None]  # from a first node to the end of a piece
-    span[np.tril_indices(size)] = np.inf
+    count, size = len(seconds), len(pins) + 1
     pinned = np.array(pins)
 
     def spans(piece: int) -> NDArray[np.float64]:
         """The seconds of each span that a piece may be: it has no node pinned to another."""
+        total = np.concatenate(([0.0], np.cumsum(seconds[piece])))
+        span = total[None, :] - total[:, None]  # from a first node to the end of a piece
+        span[np.tril_indices(size)] = np.inf
         others = np.concatenate(([0], np.cumsum((pinned >= 0) & (pinned != piece))))
         return np.where(others[None, :] == others[:, None], span, np.inf)
 

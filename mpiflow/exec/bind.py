@@ -19,7 +19,7 @@ from mpiflow.errors import PlanError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.collective import bind_collective, bind_message
 from mpiflow.exec.transport import Group, Message
-from mpiflow.graph.mesh import STAGE
+from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
 from mpiflow.plan import calls as calling
@@ -73,7 +73,7 @@ class Step:
 class Binder:
     """Makes the calls of one program on one rank.
 
-    `rank` is the plan seen from it, on the mesh of the program.
+    `rank` is the plan seen from it, on the mesh of the program; `whole` is that of all stages.
     """
 
     def __init__(
@@ -81,13 +81,15 @@ class Binder:
         program: Program,
         registers: dict[str, Register],
         rank: RankPlan,
+        whole: Mesh,
         arena: Arena,
         groups: dict[str, Group],
         check: Callable[[], None],
     ) -> None:
         self.program = unroll(program)
         self.registers = {**registers, **{r.name: r for r in self.program.registers}}
-        self.rank, self.arena, self.groups, self.check = rank, arena, groups, check
+        self.rank, self.whole, self.arena = rank, whole, arena
+        self.groups, self.check = groups, check
         self.boxes = {name: rank.box(register) for name, register in self.registers.items()}
         slots = {r.slots for r in program.registers if not r.rewound} - {1}
         if len(slots) > 1:
@@ -133,7 +135,9 @@ class Binder:
 
     def _message(self, task: Task, views: dict[str, np.ndarray]) -> Message:
         if task.kind in (SEND, RECEIVE):
-            return bind_message(task, views, self.groups[STAGE])
+            return bind_message(
+                task, self.rank, self.registers, views, self.groups[STAGE], self.whole
+            )
         group = self.groups[task.axis]
         return bind_collective(task, self.rank, self.registers, views, self.arena, group)
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from mpiflow.exec import packed
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.rows import bind_rows
-from mpiflow.exec.transport import Group, Message, Request
+from mpiflow.exec.transport import Group, Message, Request, Start
+from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Box
+from mpiflow.plan.pieces import is_in_pieces, pieces_of
 from mpiflow.plan.records import SEND, Register, Task
 from mpiflow.plan.rows import ROW_KINDS
 from mpiflow.plan.slice import RankPlan, reduced_elements
@@ -48,12 +51,49 @@ class Collective:
             np.copyto(target, source)
 
 
-def bind_message(task: Task, views: dict[str, np.ndarray], group: Group) -> Collective:
-    """A send or a receive: along the axis of stages, the whole of a register."""
+class Pieces:
+    """A send or a receive of one rank, to or from several of another stage."""
+
+    __slots__ = ("_requests", "_starts")
+
+    def __init__(self, starts: list[Start]) -> None:
+        self._starts = starts
+        self._requests: list[Request] = []
+
+    def start(self) -> None:
+        """Begin all of them."""
+        self._requests = [start() for start in self._starts]
+
+    def wait(self, check: Callable[[], None] | None) -> None:
+        """Until all are over."""
+        for request in self._requests:
+            request.wait(check)
+
+
+def bind_message(
+    task: Task,
+    rank: RankPlan,
+    registers: dict[str, Register],
+    views: dict[str, np.ndarray],
+    group: Group,
+    whole: Mesh,
+) -> Message:
+    """A send or a receive: of a register, or of the pieces that ranks of another stage share.
+
+    `group` has all ranks of the job, which are those of the mesh `whole`.
+    """
     (name,) = task.inputs or task.outputs
+    view, register = views[name], registers[name]
+    stage, tag = task.attributes["stage"], task.attributes["message"]
     bind = group.bind_send if task.kind == SEND else group.bind_receive
-    start = bind(_flat(views[name]), task.attributes["stage"], task.attributes["message"])
-    return Collective(start, [], [])
+    if not is_in_pieces(task):
+        start = bind(_flat(view), whole.rank_in_stage(stage, rank.rank), tag)
+        return Collective(start, [], [])
+    base = rank.box(register)
+    return Pieces([
+        bind(_part(view, box, base), whole.rank_in_stage(stage, place), tag)
+        for place, box in pieces_of(task, register, rank)
+    ])  # fmt: skip
 
 
 def bind_collective(
@@ -157,12 +197,22 @@ def _staged(
     first = 0
     for box in boxes:
         shape = tuple(stop - start for start, stop in box)
-        part = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, base, strict=True))
         piece = flat[first : first + prod(shape)].reshape(shape)
         if piece.size:
-            copies.append((piece, whole[part]))
+            copies.append((piece, whole[_within(box, base)]))
         first += prod(shape)
     return flat, copies
+
+
+def _part(view: np.ndarray, box: Box, base: Box) -> np.ndarray:
+    """A part of a shard that begins at `base`: a view, with a dim even of a scalar."""
+    where: Any = (*_within(box, base), ...)
+    return np.atleast_1d(view[where])
+
+
+def _within(box: Box, base: Box) -> tuple[slice, ...]:
+    """Where a part of a tensor lies in a shard that begins at `base`."""
+    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, base, strict=True))
 
 
 def _common(a: Box, b: Box) -> Box:

@@ -170,7 +170,7 @@ class LocalGroup(Group):
 
     def _deliver(self, calls: list[Call]) -> None:
         sent, received = calls
-        if (sent.send.size, sent.send.dtype) != (received.send.size, received.send.dtype):
+        if (sent.send.shape, sent.send.dtype) != (received.send.shape, received.send.dtype):
             raise TaskError(
                 f"{self.label}: rank {self._members[received.peer]} is in {sent},"
                 f" rank {self._members[sent.peer]} in {received}; the plans of the ranks differ"

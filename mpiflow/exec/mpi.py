@@ -169,13 +169,15 @@ class MpiGroup(Group):
         self._mpi = mpi
         self._communicator = communicator
         self._persistent: list[Any] = []
+        self._types: list[Any] = []
         self._reduce = {"sum": mpi.SUM, "max": mpi.MAX}
 
     def free(self) -> None:
         """Collective. Give back the requests and the communicator."""
-        for request in self._persistent:
-            request.Free()
+        for handle in (*self._persistent, *self._types):
+            handle.Free()
         self._persistent.clear()
+        self._types.clear()
         self._communicator.Free()
 
     def _bind(self, call: Call, nbytes: int) -> Operation:
@@ -227,15 +229,28 @@ class MpiGroup(Group):
 
     def _send(self, call: Call) -> list[Piece]:
         return [
-            self._persist(self._communicator.Send_init(self._buffer(part), call.peer, call.tag))
-            for part in self._segments(call.send)
+            self._persist(self._communicator.Send_init(part, call.peer, call.tag))
+            for part in self._parts(call.send)
         ]
 
     def _receive(self, call: Call) -> list[Piece]:
         return [
-            self._persist(self._communicator.Recv_init(self._buffer(part), call.peer, call.tag))
-            for part in self._segments(call.receive)
+            self._persist(self._communicator.Recv_init(part, call.peer, call.tag))
+            for part in self._parts(call.receive)
         ]
+
+    def _parts(self, array: np.ndarray) -> list[list[Any]]:
+        """The buffers of a message: one, with strides, of what has several dims."""
+        if array.ndim == 1 and array.flags.c_contiguous:
+            return [self._buffer(part) for part in self._segments(array)]
+        wire = self._wire(array)
+        for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+            wire = wire.Create_hvector(size, 1, stride)
+            self._types.append(wire)
+        wire.Commit()
+        last = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+        memory = self._mpi.memory.fromaddress(array.ctypes.data, last + array.itemsize)
+        return [[memory, 1, wire]]
 
     def _exchange(
         self, send: list[np.ndarray], receive: list[np.ndarray], *, once: bool = False
@@ -280,11 +295,14 @@ class MpiGroup(Group):
         return self._reduce[call.reduce]
 
     def _buffer(self, array: np.ndarray, counts: tuple[int, ...] | None = None) -> list[Any]:
+        bits = _BITS.get(array.dtype.name)
+        array = array if bits is None else array.view(bits)
+        return [array, array.size if counts is None else list(counts), self._wire(array)]
+
+    def _wire(self, array: np.ndarray) -> Any:
         # MPI knows neither 16-bit floats nor NumPy's bools; where nothing is reduced, bits will do.
-        wire = _BITS.get(array.dtype.name)
-        array = array if wire is None else array.view(wire)
-        kind = self._mpi.Datatype.fromcode(array.dtype.char)
-        return [array, array.size if counts is None else list(counts), kind]
+        dtype = np.dtype(_BITS.get(array.dtype.name, array.dtype))
+        return self._mpi.Datatype.fromcode(dtype.char)
 
 
 class _MpiOperation(Operation):

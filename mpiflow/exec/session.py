@@ -69,6 +69,7 @@ class Session:
             raise PlanError(f"the plan is for {plan.mesh.size} ranks, there are {transport.size}")
         verify(plan)
         transport.check_same("plan digest", digest(plan))
+        self.mesh = plan.mesh
         stage, place = plan.mesh.stage_of(transport.rank)
         self.plan, self.transport, self.place = plan.at_stage(stage), transport, place
         self.rank = self.plan.slice(place)
@@ -87,15 +88,13 @@ class Session:
         self._programs = {p.name: self._bind(p) for p in self.plan.programs}
 
     def _make_groups(self, plan: Plan, stage: int) -> dict[str, Group]:
-        """A communicator for each set of axes of the stage, and one along the stages."""
+        """A communicator for each set of axes of the stage, and one of the ranks of all stages."""
         groups: dict[str, Group] = {}
         for axis in plan.communicators():
             members = (plan.mesh.rank_in_stage(stage, rank) for rank in self.rank.members(axis))
             groups[axis] = self.transport.group(tuple(members), axis)
         if plan.mesh.stages > 1:
-            stages = range(plan.mesh.stages)
-            members = (plan.mesh.rank_in_stage(other, self.place) for other in stages)
-            groups[STAGE] = self.transport.group(tuple(members), STAGE)
+            groups[STAGE] = self.transport.group(tuple(range(plan.mesh.size)), STAGE)
         return groups
 
     def _check(self) -> None:
@@ -107,6 +106,7 @@ class Session:
             program,
             self.plan.tensors(program),
             self.plan.slice(self.place, program),
+            self.mesh,
             self.arena,
             self.groups,
             self._check,

@@ -97,7 +97,8 @@ class Call:
     """A collective with its buffers, flat and contiguous; counts are in elements.
 
     One that is to be done `once` leaves nothing behind in the communicator. It may also be a
-    message to or from member `peer`, which knows it by the same `tag`.
+    message to or from member `peer`, which knows it by the same `tag`; its buffer may be a part of
+    an array, of the same shape at either end.
     """
 
     kind: str
@@ -227,7 +228,7 @@ class Group(ABC):
             ("receive", call.receive, call.receive_counts),
         ):
             where = f"{self.label}: {call}: the {name} buffer"
-            if array.ndim != 1 or not array.flags.c_contiguous:
+            if call.peer < 0 and (array.ndim != 1 or not array.flags.c_contiguous):
                 raise TaskError(f"{where} has shape {array.shape}; it must be flat and contiguous")
             if array.size != sum(counts):
                 raise TaskError(f"{where} has {array.size} elements, the counts say {sum(counts)}")

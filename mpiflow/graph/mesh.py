@@ -3,13 +3,17 @@
 A step that is cut into micro-batches has one axis more, in front: time. Its parts are held by the
 same ranks one after another, and layouts say of it what they say of any axis: S(0) is one
 micro-batch's rows, P its contribution to a sum, B what all micro-batches share.
+
+Pipeline stages may have different numbers of ranks: `stage=2,data=3+1` has three on stage 0 and one
+on stage 1. Then the ranks of a stage stand together, one stage after another.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from math import prod
 
 from mpiflow.errors import UsageError
@@ -24,11 +28,13 @@ STAGE = "stage"
 class Mesh:
     """Ranks 0..size-1 in row-major order over `axes`, pairs of name and size.
 
-    Where it is `timed`, the first axis is that of the micro-batches.
+    Where it is `timed`, the first axis is that of the micro-batches. Where pipeline stages differ,
+    `by_stage` has the axes that have a size of their own on each, and `axes` the largest of these.
     """
 
     axes: tuple[tuple[str, int], ...]
     timed: bool = False
+    by_stage: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,6 +49,8 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks."""
+        if self.by_stage:
+            return sum(self.within_stage(stage).size for stage in range(self.stages))
         return prod(self.sizes[self.timed :])
 
     @property
@@ -54,24 +62,28 @@ class Mesh:
         """The same ranks, for a step of so many micro-batches; the mesh itself if it is one."""
         if micro_batches == 1:
             return self
-        return Mesh(((MICRO, micro_batches), *self.axes), timed=True)
+        return replace(self, axes=((MICRO, micro_batches), *self.axes), timed=True)
 
     @property
     def stages(self) -> int:
         """How many pipeline stages there are; 1 without an axis of that name."""
         return self.sizes[self.index(STAGE)] if STAGE in self.names else 1
 
-    def within_stage(self) -> Mesh:
+    def within_stage(self, stage: int = 0) -> Mesh:
         """The ranks of one stage, on the other axes; the mesh itself where there are no stages."""
         if STAGE not in self.names:
             return self
-        axes = tuple(axis for axis in self.axes if axis[0] != STAGE)
-        return Mesh(axes or (("data", 1),), self.timed)
+        own = {name: sizes[stage] for name, sizes in self.by_stage}
+        axes = ((name, own.get(name, size)) for name, size in self.axes if name != STAGE)
+        return Mesh(tuple(axes) or (("data", 1),), self.timed)
 
     def stage_of(self, rank: int) -> tuple[int, int]:
         """The stage of a rank, and which rank it is of those of the stage."""
         if STAGE not in self.names:
             return 0, rank
+        if self.by_stage:
+            stage = bisect(self._first_ranks(), rank) - 1
+            return stage, rank - self._first_ranks()[stage]
         where, axis = list(self.coordinates(rank)), self.index(STAGE)
         stage = where.pop(axis)
         return stage, self.within_stage().rank(tuple(where or (0,)))
@@ -80,9 +92,21 @@ class Mesh:
         """The rank that is `rank` of those of a stage."""
         if STAGE not in self.names:
             return rank
+        if self.by_stage:
+            return self._first_ranks()[stage] + rank
         where = list(self.within_stage().coordinates(rank))[: len(self.axes) - 1]
         where.insert(self.index(STAGE), stage)
         return self.rank(tuple(where))
+
+    def _first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each stage, where stages differ."""
+        return tuple(
+            accumulate((self.within_stage(s).size for s in range(self.stages - 1)), initial=0)
+        )
+
+    def described(self) -> dict[str, int | list[int]]:
+        """The size of each axis, or its sizes by stage, for reports."""
+        return {**dict(self.axes), **{name: list(sizes) for name, sizes in self.by_stage}}
 
     def index(self, axis: str) -> int:
         """The position of an axis; axis 0 is the outermost."""
@@ -127,23 +151,52 @@ class Mesh:
         return tuple(members)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.axes)
+        own = dict(self.by_stage)
+        return ",".join(f"{n}={'+'.join(map(str, own.get(n, (size,))))}" for n, size in self.axes)
 
 
 def parse_mesh(text: str, ranks: int | None = None) -> Mesh:
-    """The mesh that `data=2,model=4` names; its size must be `ranks` where that is given."""
-    axes: list[tuple[str, int]] = []
+    """The mesh that `data=2,model=4` names; its size must be `ranks` where that is given.
+
+    In `stage=2,data=3+1` the stages have sizes of their own on an axis.
+    """
+    found: dict[str, tuple[int, ...]] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        name = name.strip()
-        if not name.isidentifier() or not size.strip().isdecimal() or int(size) < 1:
-            raise UsageError(f"mesh {text!r}: {part!r} is not NAME=SIZE; write data=2,model=4")
+        name, sizes = name.strip(), [each.strip() for each in size.split("+")]
+        if not name.isidentifier() or not all(s.isdecimal() and int(s) for s in sizes):
+            raise UsageError(
+                f"mesh {text!r}: {part!r} is not NAME=SIZE; write data=2,model=4, or"
+                " stage=2,data=3+1 for stages of 3 and 1 ranks"
+            )
         if name == MICRO:
             raise UsageError(f"mesh {text!r}: {MICRO!r} is the axis of micro-batches, not of ranks")
-        if name in dict(axes):
+        if name in found:
             raise UsageError(f"mesh {text!r}: axis {name!r} occurs twice")
-        axes.append((name, int(size)))
-    mesh = Mesh(tuple(axes))
+        found[name] = tuple(map(int, sizes))
+    mesh = _mesh(found, text)
     if ranks is not None and mesh.size != ranks:
         raise UsageError(f"mesh {text!r} has {mesh.size} ranks, --ranks says {ranks}")
     return mesh
+
+
+def _mesh(sizes: dict[str, tuple[int, ...]], text: str) -> Mesh:
+    """The mesh of axes with one size each, or one for each stage."""
+    stages = sizes.get(STAGE, (1,))
+    for name, each in sizes.items():
+        if len(each) == 1:
+            continue
+        if len(stages) > 1 or len(each) != stages[0]:
+            raise UsageError(
+                f"mesh {text!r}: axis {name!r} has {len(each)} sizes, {'+'.join(map(str, each))},"
+                f" one for each stage, and there are {'+'.join(map(str, stages))} stages"
+            )
+        if next(iter(sizes)) != STAGE:
+            raise UsageError(
+                f"mesh {text!r}: where stages differ, axis {STAGE!r} comes first: the ranks of a"
+                " stage stand together"
+            )
+    return Mesh(
+        tuple((name, max(each)) for name, each in sizes.items()),
+        by_stage=tuple((name, each) for name, each in sizes.items() if len(set(each)) > 1),
+    )

@@ -82,7 +82,8 @@ class Task:
     `kind` is compute, collective, read, write, send, receive, h2d or d2h. `op` is the name of the
     op, or the collective: all_reduce, all_gather, reduce_scatter, all_to_all, exchange. A send, and
     a receive with the same `attributes["message"]`, move a tensor to or from another
-    `attributes["stage"]`.
+    `attributes["stage"]`, whose ranks hold it in its `mesh` and `layout` where these are named, see
+    `plan.pieces`.
     `inputs` and `outputs` name registers and variables. `axis` is the mesh axis that a collective
     runs along, or several of them, outermost first: `data,model`. `after` names tasks of the same
     program that must be done first though no register says so (a variable is overwritten after its
@@ -298,7 +299,7 @@ class Plan:
             return self
         return replace(
             self,
-            mesh=self.mesh.within_stage(),
+            mesh=self.mesh.within_stage(stage),
             variables=tuple(v for v in self.variables if v.stage == stage),
             arenas=tuple(
                 (name, dict(self.arenas)[f"{name}.{stage}"]) for name in arena_names(self.device)
@@ -328,7 +329,7 @@ class Plan:
 
     def mesh_of(self, program: Program) -> Mesh:
         """The mesh of a program's layouts: that of a stage, with the axis of time if it has one."""
-        return self.mesh.within_stage().in_time(program.micro_batches)
+        return self.mesh.within_stage(program.stage).in_time(program.micro_batches)
 
     def communicators(self) -> tuple[str, ...]:
         """What collectives run along: every axis, and the sets of several that tasks name."""

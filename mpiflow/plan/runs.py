@@ -22,6 +22,7 @@ from itertools import accumulate
 from typing import Any
 
 from mpiflow.graph.sbp import B
+from mpiflow.plan.pieces import is_in_pieces
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import COMPUTE, RECEIVE, SEND, WRITE, Plan, Program, Task
 
@@ -94,9 +95,9 @@ def runs_of(
     Without `lanes` there is one for each stage.
     """
     programs = tuple(program for program in plan.programs if program.name == name)
-    inside = plan.mesh.within_stage()
     given = lanes or tuple(
-        Lane(stage, f"stage {stage}", inside.size) for stage in range(len(programs))
+        Lane(stage, f"stage {stage}", plan.mesh.within_stage(stage).size)
+        for stage in range(len(programs))
     )
     made = Runs(programs, given)
     count = min(micro_batches or programs[0].micro_batches, programs[0].micro_batches)
@@ -277,7 +278,7 @@ class _Lane:
     """The runs of a lane: made first, then told what they wait for."""
 
     def __init__(self, made: Runs, number: int, template: _Template) -> None:
-        self.made, self.template = made, template
+        self.made, self.number, self.template = made, number, template
         self.begin: dict[tuple[Turn, int], int] = {}  # the first run of each turn
         streams: dict[str, int] = {}
         last: dict[int, int] = {}
@@ -332,31 +333,34 @@ class _Lane:
                 yield (*found, -steps)
 
     def messages(self, kind: str) -> Iterable[tuple[tuple[Any, ...], int]]:
-        """Sends or receives, with (from, to, number, micro-batch)."""
+        """Sends or receives, with (place, from, to, number, micro-batch).
+
+        The lane's place says which ranks of the other stage they are to or from, unless all may be.
+        """
         stage = self.template.program.stage
         for i, task in enumerate(self.template.program.tasks):
             if task.kind == kind:
                 other = task.attributes.get("stage")
                 ends = (stage, other) if kind == SEND else (other, stage)
+                place = () if is_in_pieces(task) else self.made.lanes[self.number].place
                 for micro in range(self.template.count if task.phase % 2 else 1):
                     found = self.find(i, micro)
                     if found is not None:
-                        yield (*ends, task.attributes.get("message"), micro), found[0]
+                        yield (place, *ends, task.attributes.get("message"), micro), found[0]
 
 
 def _meet(made: Runs, lanes: list[_Lane]) -> None:
     """Let sends begin when their receives can, and receives end with them."""
-    receives = {
-        (made.lanes[number].place, *key): run
-        for number, lane in enumerate(lanes)
-        for key, run in lane.messages(RECEIVE)
-    }
-    found: list[tuple[int, int]] = []
-    for number, lane in enumerate(lanes):
-        for key, send in lane.messages(SEND):
-            receive = receives.get((made.lanes[number].place, *key))
-            if receive is not None:
-                found.append((send, receive))
+    receives: dict[tuple[Any, ...], list[int]] = {}
+    for lane in lanes:
+        for key, receive in lane.messages(RECEIVE):
+            receives.setdefault(key, []).append(receive)
+    found = [
+        (send, receive)
+        for lane in lanes
+        for key, send in lane.messages(SEND)
+        for receive in receives.get(key, ())
+    ]
     waits = [_with_stream(made.runs, receive) for _, receive in found]
     for (send, receive), others in zip(found, waits, strict=True):
         made.runs[send].waits = tuple(dict.fromkeys((*made.runs[send].waits, *others)))
@@ -366,7 +370,7 @@ def _meet(made: Runs, lanes: list[_Lane]) -> None:
 
 def _join_collectives(made: Runs, lanes: list[_Lane], plan: Plan) -> None:
     """Let a collective begin when all its members can: those of other lanes of the stage too."""
-    mesh = plan.mesh.within_stage()
+    mesh = plan.mesh.within_stage()  # of whose axes the names matter, which all stages have
     groups: dict[Any, list[int]] = {}
     for number, run in enumerate(made.runs):
         lane, task = made.lanes[run.lane], made.tasks(run)[0]

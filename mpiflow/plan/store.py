@@ -1,9 +1,9 @@
 """Plans as JSON: canonical bytes, digests, files. What is read is checked before it is used.
 
 A record is an object of its fields, those with their default left out; a layout is its text, a
-mesh and arenas are lists of pairs; attributes hold lists, never tuples. The file is the canonical
-object with the plan's digest beside it, so a cut or edited file is refused. Whether the plan it
-holds would run is `verify`'s to say.
+mesh and arenas are lists of pairs, where an axis may have a list of sizes, one for each stage;
+attributes hold lists, never tuples. The file is the canonical object with the plan's digest beside
+it, so a cut or edited file is refused. Whether the plan it holds would run is `verify`'s to say.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from mpiflow.errors import PlanError, SbpError
-from mpiflow.graph.mesh import MICRO, Mesh
+from mpiflow.errors import PlanError, SbpError, UsageError
+from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.sbp import Layout, layout_text, parse_layout
 from mpiflow.plan.records import FORMAT, Plan
 from mpiflow.plan.slice import itemsize
 
 _LARGEST = 2**63 - 1
-_AXES: Any = tuple[tuple[str, int], ...]
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def _encode(value: Any, kind: Any, path: str) -> Any:
 def _encoder(kind: Any) -> Callable[[Any, str], Any]:
     """What encodes a value of a type; `path` is where the value stands, for messages."""
     if kind is Mesh:
-        return lambda value, path: [list(axis) for axis in value.axes]
+        return lambda value, path: [list(axis) for axis in value.described().items()]
     if kind == Layout:
         return lambda value, path: layout_text(value)
     if is_dataclass(kind):
@@ -276,13 +275,24 @@ def _decode_record(value: Any, kind: Any, path: str) -> Any:
 
 
 def _decode_mesh(value: Any, path: str) -> Mesh:
-    axes = _decode(value, _AXES, path)
-    names = [name for name, _ in axes]
-    for i, (name, size) in enumerate(axes):
-        if size < 1 or not name.isidentifier() or names.count(name) > 1 or name == MICRO:
-            raise PlanError(f"{path}[{i}] is {name!r} of {size}; an axis has a name of its own "
-                            "and 1 or more ranks")  # fmt: skip
-    return Mesh(axes)
+    items = enumerate(_expect(value, list, path))
+    text = ",".join([_decode_axis(item, f"{path}[{i}]") for i, item in items])
+    return _guard(parse_mesh, text, path)
+
+
+def _decode_axis(value: Any, path: str) -> str:
+    """A pair of name and size, or sizes by stage, as `parse_mesh` reads them."""
+    parts = _expect(value, list, path)
+    if len(parts) != 2:
+        raise PlanError(f"{path} has {len(parts)} items, not 2")
+    name = _expect(parts[0], str, f"{path}[0]")
+    sizes = parts[1] if isinstance(parts[1], list) else [parts[1]]
+    for size in sizes:
+        if _decode(size, int, f"{path}[1]") < 1 or not name.isidentifier():
+            raise PlanError(
+                f"{path} is {name!r} of {size}; an axis has a name of its own and 1 or more ranks"
+            )
+    return f"{name}={'+'.join(map(str, sizes))}"
 
 
 def _decode_free(value: Any, path: str) -> Any:
@@ -319,6 +329,6 @@ def _guard(function: Callable[[str], Any], text: str, path: str) -> Any:
     """`function(text)`, with its complaint turned into one about the plan."""
     try:
         return function(text)
-    except (SbpError, KeyError) as error:
+    except (SbpError, UsageError, KeyError) as error:
         reason = "" if isinstance(error, KeyError) else f": {error}"
         raise PlanError(f"{path} is {text!r}, which is not known{reason}") from None

@@ -2,7 +2,8 @@
 
 One slow rank makes different lanes of the ranks of each stage: on every axis a rank stands where
 the slow one does, or does not. All that differ on the same axes wait for the same things, as the
-plan treats the positions on an axis alike; with three axes that makes eight lanes a stage.
+plan treats the positions on an axis alike; with three axes that makes eight lanes a stage. A stage
+with ranks of another number is one lane, of which all wait for all of the others.
 """
 
 from __future__ import annotations
@@ -41,35 +42,37 @@ def straggler_lanes(plan: Plan, text: str) -> tuple[Lane, ...]:
 
 
 def _slow_stage(plan: Plan, slow: int, factor: float) -> tuple[Lane, ...]:
-    ranks = plan.mesh.within_stage().size
+    inside = plan.mesh.within_stage
     return tuple(
-        Lane(stage, f"stage {stage}", ranks, factor if stage == slow else 1.0)
+        Lane(stage, f"stage {stage}", inside(stage).size, factor if stage == slow else 1.0)
         for stage in range(plan.mesh.stages)
     )
 
 
 def _slow_rank(plan: Plan, rank: int, factor: float) -> tuple[Lane, ...]:
-    inside = plan.mesh.within_stage()
     slow = plan.mesh.stage_of(rank)[0]
-    classes = [(0, 1) if size > 1 else (0,) for size in inside.sizes]
-    return tuple(
-        Lane(
-            stage,
-            _label(plan, stage, place, rank),
-            prod(
-                size - 1 if at else 1 for at, size in zip(place, inside.sizes, strict=True)
-            ),
-            factor if stage == slow and not any(place) else 1.0,
-            place,
-        )
-        for stage in range(plan.mesh.stages)
-        for place in product(*classes)
-    )  # fmt: skip
+    lanes: list[Lane] = []
+    for stage in range(plan.mesh.stages):
+        inside = plan.mesh.within_stage(stage)
+        alike = inside == plan.mesh.within_stage(slow)
+        classes = [(0, 1) if size > 1 and alike else (0,) for size in inside.sizes]
+        for place in product(*classes):
+            ranks = (size - 1 if at else 1 for at, size in zip(place, inside.sizes, strict=True))
+            lanes.append(
+                Lane(
+                    stage,
+                    _label(plan, stage, place, rank) if alike else f"stage {stage}",
+                    prod(ranks) if alike else inside.size,
+                    factor if stage == slow and not any(place) else 1.0,
+                    place,
+                )
+            )
+    return tuple(lanes)
 
 
 def _label(plan: Plan, stage: int, place: tuple[int, ...], rank: int) -> str:
     """The ranks of a class in words: those along the axes on which they stand elsewhere."""
-    inside = plan.mesh.within_stage()
+    inside = plan.mesh.within_stage(stage)
     away = [name for name, at in zip(inside.names, place, strict=True) if at]
     within = plan.mesh.stage_of(rank)[1]
     who = f"others along {','.join(away)}" if away else ""

@@ -58,7 +58,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "digest": content_digest(content),
         "program": program_digest(plan),
         "ranks": plan.mesh.size,
-        "mesh": dict(plan.mesh.axes),
+        "mesh": plan.mesh.described(),
         "parameters": sum(prod(v.shape) for v in plan.distinct_variables() if v.trainable),
         "nodes": sum(task.kind == "compute" for task in tasks),
         "tasks": sum(len(program.tasks) for program in plan.programs),
@@ -98,7 +98,8 @@ def show(plan: Plan) -> str:
         lines += ["", "data", *table([_data_row(data) for data in plan.data])]
     for number, stage in enumerate(plan.stages()):
         if plan.mesh.stages > 1:
-            lines += ["", f"== stage {number} of {plan.mesh.stages}: {_arenas(stage)} =="]
+            ranks = f"mesh {stage.mesh}, " if plan.mesh.by_stage else ""
+            lines += ["", f"== stage {number} of {plan.mesh.stages}: {ranks}{_arenas(stage)} =="]
         lines += _stage(stage)
     return "\n".join(lines) + "\n"
 

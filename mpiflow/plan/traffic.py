@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import S, unit_span
+from mpiflow.graph.sbp import S, box_shape, unit_span
 from mpiflow.plan.exchange import copies
+from mpiflow.plan.pieces import is_in_pieces, pieces_of
 from mpiflow.plan.records import SEND, Plan, Program, Register, Task
 from mpiflow.plan.rows import ROW_KINDS
 from mpiflow.plan.rows import most_sent as most_rows_sent
@@ -115,7 +116,8 @@ def sent_by(rank: RankPlan, task: Task, tensors: dict[str, Register]) -> int:
     """Payload bytes that a rank sends in a collective; as `RankPlan.sent_bytes`, without peers."""
     if task.kind == SEND:
         sent = tensors[task.inputs[0]]
-        return prod(rank.shape(sent)) * itemsize(sent.dtype)
+        shapes = (box_shape(box) for _, box in pieces_of(task, sent, rank))
+        return sum(map(prod, shapes)) * itemsize(sent.dtype)
     if task.op in ROW_KINDS:
         return most_rows_sent(rank, task, tensors)
     source, target = tensors[task.inputs[0]], tensors[task.outputs[0]]
@@ -201,6 +203,8 @@ def _places(mesh: Mesh, task: Task, tensors: dict[str, Register]) -> list[list[i
                     places[axis].add(extra)
                     shorter |= {base * sbp.unit, (base + (extra > 0)) * sbp.unit}
                 lengths[sbp.dim] = shorter
+    if task.kind == SEND and is_in_pieces(task):
+        places = [set(range(size)) for size in mesh.sizes]
     axes = mesh.along(task.axis) if task.axis else ()
     targets = task.outputs or task.inputs  # a send has none
     differing = _differs_by_rank(task, tensors[task.inputs[0]], tensors[targets[0]])

@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from mpiflow.errors import VerifyError
-from mpiflow.graph.sbp import layout_text
+from mpiflow.graph.sbp import Partial, layout_text
 from mpiflow.plan.marked import Step, Walk
+from mpiflow.plan.pieces import all_pieces, most_elements
 from mpiflow.plan.places import arena_names
 from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
+from mpiflow.plan.slice import itemsize
 from mpiflow.plan.unroll import enough
 from mpiflow.plan.verify_calls import check_calls
 from mpiflow.plan.verify_layout import label
@@ -48,7 +50,9 @@ def check_parts(plan: Plan) -> None:
     shared: dict[str, Variable] = {}
     for variable in plan.variables:
         first = shared.setdefault(variable.name, variable)
-        if _kind(first) != _kind(variable) or first.trainable != variable.trainable:
+        alike = plan.mesh.within_stage(first.stage) == plan.mesh.within_stage(variable.stage)
+        same = _kind(first) == _kind(variable) if alike else _tensor(first) == _tensor(variable)
+        if not same or first.trainable != variable.trainable:
             raise VerifyError(
                 f"variable {variable.name} is {_kind(first)} on stage {first.stage} and"
                 f" {_kind(variable)} on stage {variable.stage}"
@@ -56,7 +60,12 @@ def check_parts(plan: Plan) -> None:
 
 
 def _kind(register: Register) -> str:
-    return f"{register.dtype} {register.shape} {layout_text(register.layout)}"
+    return f"{_tensor(register)} {layout_text(register.layout)}"
+
+
+def _tensor(register: Register) -> str:
+    """What does not depend on the ranks that hold it."""
+    return f"{register.dtype} {register.shape}"
 
 
 def check_together(plan: Plan) -> None:
@@ -110,17 +119,53 @@ def _check_messages(plan: Plan, programs: list[Program]) -> None:
         other, received = receives[key]
         sent = tensors[program.stage][task.inputs[0]]
         made = tensors[other.stage][received.outputs[0]]
-        if _kind(sent) != _kind(made):
+        alike = plan.mesh.within_stage(key[0]) == plan.mesh.within_stage(key[1])
+        if (_kind(sent) != _kind(made)) if alike else (_tensor(sent) != _tensor(made)):
             raise VerifyError(
                 f"program {program.name}: stage {key[0]} sends {sent.name} as {_kind(sent)}, stage"
                 f" {key[1]} receives {_kind(made)}"
             )
+        _check_end(plan, program, task, sent, made)
+        _check_end(plan, other, received, made, sent)
         if (task.phase, task.nbytes) != (received.phase, received.nbytes):
             raise VerifyError(
                 f"program {program.name}: {label(task)} is of phase {task.phase} and"
                 f" {task.nbytes} bytes, {label(received)} of phase {received.phase} and"
                 f" {received.nbytes} bytes"
             )
+
+
+def _check_end(plan: Plan, program: Program, task: Task, here: Register, there: Register) -> None:
+    """A task between stages of different ranks knows how the other holds the tensor."""
+    other = task.attributes["stage"]
+    inside, theirs = (plan.mesh.within_stage(stage) for stage in (program.stage, other))
+    named = task.attributes.get("mesh"), task.attributes.get("layout")
+    is_right: tuple[str | None, str | None] = (None, None)
+    if inside != theirs:
+        is_right = str(theirs), layout_text(there.layout)
+    if named != is_right:
+        raise VerifyError(
+            f"program {program.name}: {label(task)} of stage {program.stage} takes stage {other} to"
+            f" hold {there.name} as {named[1]} on mesh {named[0]}, which is {is_right[1]} on"
+            f" {is_right[0]}"
+        )
+    if inside == theirs:
+        return
+    mesh = plan.mesh_of(program)
+    if any(isinstance(sbp, Partial) for sbp in here.layout[mesh.timed :]) or (
+        mesh.timed and here.layout[0] != there.layout[0]
+    ):
+        raise VerifyError(
+            f"program {program.name}: {label(task)} moves {_kind(here)} to or from"
+            f" {_kind(there)}: between stages of different ranks only whole values can be sent, of"
+            " one micro-batch"
+        )
+    nbytes = most_elements(all_pieces(task, here, mesh)) * itemsize(here.dtype)
+    if task.nbytes != nbytes:
+        raise VerifyError(
+            f"program {program.name}: {label(task)} is of {task.nbytes} bytes; a rank sends or"
+            f" receives up to {nbytes}"
+        )
 
 
 def _messages(programs: list[Program], kind: str) -> Iterable[tuple[Message, tuple[Program, Task]]]:

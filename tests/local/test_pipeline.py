@@ -42,8 +42,19 @@ CASES = [
     Case(weighted, "model=2,stage=2", 6, "gpipe", optimizer="sgd"),
     Case(weighted, "stage=5", zero=3, optimizer="sgd", dtype="float32", precision="float16",
          forced=337),
+    Case(layers, "stage=2,data=3+1", 4),
+    Case(layers, "stage=2,data=1+3", 4, "gpipe", zero=1, optimizer="sgd"),
+    Case(layers, "stage=2,data=2+1", 2, optimizer="lamb", dtype="float32", precision="float16"),
+    Case(tied, "stage=2,data=2,model=1+2", 4, "zero-bubble", optimizer="lamb"),
+    Case(tied, "stage=2,data=2+3", 2, "1f1b", zero=1, forced=11),
+    Case(branches, "stage=3,data=1+2+1", 1, zero=1),
+    Case(branches, "stage=2,data=1+2,model=2+1", 4, "interleaved", 2, optimizer="sgd"),
+    Case(weighted, "stage=2,data=4+2", 6, "gpipe", zero=1, optimizer="sgd", forced=12),
 ]  # fmt: skip
-"""Every schedule, every level of ZeRO; each of `forced` is one that a fault was found with."""
+"""Every schedule, every level of ZeRO, stages of different ranks.
+
+Each of `forced` up to 10 or over 20 is one that a fault was found with.
+"""
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.ranks(c.ranks), id=str(c)) for c in CASES]
 )

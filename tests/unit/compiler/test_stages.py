@@ -73,8 +73,19 @@ def chain(count, widths=None):
     return graph
 
 
-def cut(graph, seconds, *shape):
-    return assign_stages(graph, dict(zip(graph.nodes, seconds, strict=True)), *shape)
+def cut(graph, seconds, stages, virtual=1):
+    return cut_unequal(graph, [seconds] * stages, virtual)
+
+
+def cut_unequal(graph, seconds, virtual=1):
+    each = [dict(zip(graph.nodes, stage, strict=True)) for stage in seconds]
+    return assign_stages(graph, each, virtual)
+
+
+def test_a_stage_whose_ranks_are_faster_has_more_layers():
+    stages = cut_unequal(chain(8), [[1.0] * 8, [1 / 3] * 8])
+    assert [kept(stages)[f"w{i}"] for i in range(8)] == [(0,)] * 2 + [(1,)] * 6
+    assert stages.seconds == (2.0, pytest.approx(2.0))
 
 
 def test_equal_layers_are_shared_out_equally():
