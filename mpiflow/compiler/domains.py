@@ -70,6 +70,7 @@ class Domains:
             h is not None and (not isinstance(h, dict) or DATA in h) for h in hints
         )
         self.of_weights = of_weights(graph) if free else frozenset()
+        self._variables: dict[object, list[Choice]] = {}
 
     def _split_rows(self) -> set[int]:
         """The rows of what another program has chosen to split over the axis `data`."""
@@ -104,17 +105,27 @@ class Domains:
         return found
 
     def of_variable(self, variable: Variable) -> list[Choice]:
-        """How a variable may be stored."""
-        tensor = variable.tensor
+        """How a variable may be stored: one list for all that may be stored the same ways."""
+        tensor, name = variable.tensor, variable.name
         if self.fixed is not None:
-            if tensor.name not in self.fixed:
+            if name not in self.fixed:
                 raise CompileError(
-                    f"{self.graph.name} uses variable {tensor.name}, which training does not have"
+                    f"{self.graph.name} uses variable {name}, which training does not have"
                     f"\n  {tensor.where}"
                 )
-            return [Choice((), (self.fixed[tensor.name],))]
+            return self._stored_as((self.fixed[name],))
         if variable.hint is not None:
-            return [Choice((), (layout,)) for layout in self._of_hint(tensor, variable.hint)]
+            return self._stored_as(tuple(self._of_hint(tensor, variable.hint)))
+        key = tensor.shape, name in self.free, name in self.split, self.blocks.get(tensor)
+        if key not in self._variables:
+            self._variables[key] = self._stored_as(self._without_hint(tensor))
+        return self._variables[key]
+
+    def _stored_as(self, layouts: tuple[Layout, ...]) -> list[Choice]:
+        """The choices of a variable that may have these layouts."""
+        return self._variables.setdefault(layouts, [Choice((), (layout,)) for layout in layouts])
+
+    def _without_hint(self, tensor: Tensor) -> tuple[Layout, ...]:
         per_axis: list[list[Sbp]] = []
         for axis, (name, size) in enumerate(self.mesh.axes):
             splits: list[Sbp] = [S(dim) for dim, n in enumerate(tensor.shape) if n >= size]
@@ -130,7 +141,7 @@ class Domains:
                 per_axis.append([B, S(0), *blocks] if is_table else [B])
         layouts = [x for x in product(*per_axis) if boxing.is_legal(x, tensor.shape, self.mesh)]
         layouts = [boxing.without_units(x, tensor.shape, self.mesh) for x in layouts]
-        return [Choice((), (layout,)) for layout in dict.fromkeys(layouts)]
+        return tuple(dict.fromkeys(layouts))
 
     def _of_hint(self, tensor: Tensor, hint: Hint) -> list[Layout]:
         """The layouts of a hint; one that names axes leaves it to ZeRO to split over `data`."""

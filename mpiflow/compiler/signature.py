@@ -6,6 +6,7 @@ between the layouts that producers give and consumers take. It is exact for this
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,10 +178,8 @@ class _Pricing:
         nodes = tuple(self.graph.live())
         for tensors, domain in self.choices.of_inputs():
             self._place(tensors, domain)
-        alike: dict[tuple[Choice, ...], list[Choice]] = {}  # one list, so that its tables are known
         for variable in self.graph.variables.values():
-            domain = self.choices.of_variable(variable)
-            self._place((variable.tensor,), alike.setdefault(tuple(domain), domain))
+            self._place((variable.tensor,), self.choices.of_variable(variable))
         kernels = [np.zeros(len(domain)) for domain in self.domains]
         for node in nodes:
             domain, seconds = self._priced_domain(node)
@@ -237,32 +236,34 @@ class _Pricing:
             )
         return seconds
 
-    def _convert(self, tensor: Tensor, sources: list[Layout], targets: list[Layout]) -> Table:
+    def _convert(self, tensor: Tensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
         """Seconds to convert a tensor, by source and target."""
         shape, dtype = tensor.shape, tensor.dtype
         return boxing.prices(sources, targets, shape, dtype, self.mesh, self.machine)
 
-    def _table(self, tensor: Tensor, consumer: int, operand: int | None) -> Table:
-        """Seconds to convert a tensor, by choice of its producer and of a consumer.
-
-        The consumer takes it as input `operand`; if that is None, it is a variable that becomes it.
-        """
+    def _table(self, edge: Edge) -> Table:
+        """The seconds of a conversion that count, by choice of its producer and of its reader."""
+        assert edge.reader is not None
+        tensor, operand = edge.tensor, edge.operand
         producer, output = self.position[tensor]
-        sources, targets = self.domains[producer], self.domains[consumer]
-        key = (id(sources), output, id(targets), operand, tensor.shape, tensor.dtype)
+        sources, targets = self.domains[producer], self.domains[edge.reader]
+        key = (id(sources), output, id(targets), operand, tensor.shape, tensor.dtype, edge.share)
         if key not in self.tables:
-            given = [s.outputs[output] for s in sources]
-            wanted = [t.outputs[0] if operand is None else t.inputs[operand] for t in targets]
-            self.tables[key] = self._convert(tensor, given, wanted)
+            given = tuple(s.outputs[output] for s in sources)
+            wanted = tuple(t.outputs[0] if operand is None else t.inputs[operand] for t in targets)
+            alike = (given, wanted, *key[4:])  # of other operands, which are taken the same way
+            if alike not in self.tables:
+                self.tables[alike] = edge.share * self._convert(tensor, given, wanted)
+            self.tables[key] = self.tables[alike]
         return self.tables[key]
 
     def _input_edges(self, index: int, node: Node) -> None:
         updates = node in self.graph.updates or not self.values.isdisjoint(node.outputs)
+        share = _EXPOSED if updates else 1.0
         for i, tensor in enumerate(node.inputs):
-            edge = Edge(tensor, index, i, _EXPOSED if updates else 1.0)
+            edge = Edge(tensor, index, i, share)
             self.edges.append(edge)
-            table = self._table(tensor, index, i)
-            self._add_pair(self.position[tensor][0], index, table * edge.share)
+            self._add_pair(self.position[tensor][0], index, self._table(edge))
 
     def _output_costs(self, unary: list[Table]) -> None:
         """Scalars end on every rank, what has a value for each row with the rows of the input."""
@@ -283,8 +284,9 @@ class _Pricing:
         for name, value in self.graph.assigns.items():
             variable = self.position[self.graph.variables[name].tensor][0]
             producer = self.position[value][0]
-            self.edges.append(Edge(value, variable, None, 1.0))
-            table = self._table(value, variable, None)
+            edge = Edge(value, variable, None, 1.0)
+            self.edges.append(edge)
+            table = self._table(edge)
             if producer == variable:
                 unary[producer] += table.diagonal()
             else:
