@@ -236,7 +236,9 @@ class _Pricing:
             )
         return seconds
 
-    def _convert(self, tensor: Tensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
+    def _convert(
+        self, tensor: Tensor, sources: Sequence[Layout], targets: Sequence[Layout]
+    ) -> Table:
         """Seconds to convert a tensor, by source and target."""
         shape, dtype = tensor.shape, tensor.dtype
         return boxing.prices(sources, targets, shape, dtype, self.mesh, self.machine)
