@@ -53,7 +53,7 @@ class Contraction:
         self._beside: list[dict[int, int]] = [{} for _ in costs.unary]
         for (a, b), number in costs.pairs.items():
             self._join(a, b, number)
-        self._replaced: dict[tuple[int, ...], tuple[Indices, int]] = {}
+        self._replaced: dict[tuple[int, ...], tuple[Indices, int, float]] = {}
         self._out: list[_Left] = []
         self.total = 0.0
         self._contract()
@@ -100,9 +100,15 @@ class Contraction:
             self._replace(variable)
 
     def _prune(self, variable: int) -> bool:
-        """Leave out the dead ends of a variable; whether there are any."""
+        """Leave out the dead ends of a variable; whether there are any.
+
+        Without neighbours all choices are but the first of the best.
+        """
         unary, beside = self._unary[variable], self._beside[variable]
-        alive = self._dead_ends.alive((unary, *beside.values()))
+        if beside:
+            alive = self._dead_ends.alive((unary, *beside.values()))
+        else:
+            alive = (int(self._tables[unary].argmin()),)
         if alive is None:
             return False
         self._kept[variable] = tuple(self._kept[variable][i] for i in alive)
@@ -134,24 +140,30 @@ class Contraction:
         numbers = (self._unary[variable], *(beside[v] for v in neighbours))
         if numbers not in self._replaced:
             self._replaced[numbers] = self._best(*numbers)
-        best, rest = self._replaced[numbers]
+        best, rest, least = self._replaced[numbers]
         self._leave_out(variable, neighbours, best)
-        match neighbours:
-            case ():
-                self.total += float(self._tables[rest])
-            case (a,):
-                self._add(a, rest)
-            case (a, b):
-                known = self._beside[a].get(b)
-                self._join(a, b, rest if known is None else self._tables.sum(known, rest))
+        self.total += least
+        if len(neighbours) == 1:
+            self._add(*neighbours, rest)
+        else:
+            a, b = neighbours
+            known = self._beside[a].get(b)
+            self._join(a, b, rest if known is None else self._tables.sum(known, rest))
 
-    def _best(self, unary: int, *pairs: int) -> tuple[Indices, int]:
-        """A variable's best choice by those of its neighbours, and the number of its costs."""
+    def _best(self, unary: int, *pairs: int) -> tuple[Indices, int, float]:
+        """A variable's best choice by those of its neighbours, and what it costs.
+
+        That is the number of a table, and the least of all, which is not in the table: so what is
+        small is not rounded as what is large elsewhere, and layers stay alike though costs add up.
+        """
         joint = self._tables[unary]
         for number in pairs:
             table = self._tables[number]
             joint = joint[..., None] + table.reshape(len(table), *[1] * (joint.ndim - 1), -1)
-        return joint.argmin(0), self._tables.number(joint.min(0))
+        rest = joint.min(0)
+        least = float(rest.min())
+        least = least if least < np.inf else 0.0
+        return joint.argmin(0), self._tables.number(rest - least), least
 
     def _add(self, variable: int, number: int) -> None:
         self._unary[variable] = self._tables.sum(self._unary[variable], number)
