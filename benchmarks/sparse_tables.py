@@ -30,6 +30,8 @@ IDS, WIDTH = 4096, 16
 class Ids:
     """A reader of random ids below `rows`, anew in each step."""
 
+    reading = ""
+
     def __init__(self, rows: int) -> None:
         self.rows = rows
 

@@ -26,7 +26,10 @@ from mpiflow.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit code: 0 done, 1 error, 2 usage, 75 stopped as asked."""
+    """Run a command; gives its exit code.
+
+    0 done, 1 error, 2 usage, 3 stalled, 75 stopped as asked.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         json_wanted = "--json" in given and not {"-h", "--help"} & set(given)
@@ -242,6 +245,9 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                               help="begin anew; the old run is moved aside"),
                     _argument("--steps", type=int, metavar="N",
                               help="train up to step N instead of epochs"),
+                    _argument("--stall", type=float, metavar="SECONDS",
+                              help="end a run that stands still for so long; 0: never (default:"
+                              " as its own pace says, at least 5)"),
                     _argument("--accept-changes", action="store_true",
                               help="go on from a checkpoint of a changed program"),
                     _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",

@@ -5,6 +5,7 @@ A command imports what it needs when it runs: planning must work where mpi4py an
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -254,6 +255,8 @@ def run(options: Namespace) -> int:
     refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")
+    if options.stall is not None and not 0 <= options.stall < math.inf:
+        raise UsageError(f"--stall takes seconds, or 0 for never, not {options.stall}")
     from mpiflow.exec.failure import guard
     from mpiflow.exec.launch import connect
     from mpiflow.window import parse_window
@@ -282,6 +285,7 @@ def run(options: Namespace) -> int:
                 options.steps,
                 options.accept_changes,
                 trace,
+                options.stall,
             ),
         )
     return code

@@ -11,7 +11,8 @@
     ├── DataError           data files: missing, damaged, unequal, out of range
     ├── CheckpointError     a checkpoint that is incomplete, damaged or of another program
     ├── LaunchError         the ranks that were started are not those that the plan names
-    └── TaskError           a task failed while it ran; names rank, host, step, task and line
+    ├── TaskError           a task failed while it ran; names rank, host, step, task and line
+    └── StallError          the job stood still; names the rank that holds up the others (3)
 
 A message says what is wrong with both values, where it came from, and what to do.
 """
@@ -67,3 +68,9 @@ class LaunchError(MpiflowError):
 
 class TaskError(MpiflowError):
     """A task failed while it ran."""
+
+
+class StallError(MpiflowError):
+    """The job stood still, and would for ever."""
+
+    exit_code = 3

@@ -23,6 +23,7 @@ from mpiflow.exec.failure import Failure
 from mpiflow.exec.launch import check_ranks
 from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport, on_all_ranks
+from mpiflow.exec.watchdog import watching
 from mpiflow.io.checkpoint import manifest, read, write
 from mpiflow.io.dataset import DatasetReader, open_reader
 from mpiflow.measured import Measured, joined
@@ -43,7 +44,10 @@ _AGREE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to run a plan. `steps` replaces the plan's epochs; `trace` says which to trace."""
+    """How to run a plan. `steps` replaces the plan's epochs; `trace` says which to trace.
+
+    A run that stands still for `stall` seconds ends; None is as long as its own pace says, 0 never.
+    """
 
     out: Path
     data: Path
@@ -51,6 +55,7 @@ class Options:
     steps: int | None = None
     accept_changes: bool = False
     trace: Window | None = None
+    stall: float | None = None
 
 
 def run(plan: Plan, transport: Transport, failure: Failure, options: Options) -> int:
@@ -74,7 +79,7 @@ def _train(
     readers = open_readers(plan, transport.rank, options.data)
     session = Session(plan, transport, readers, start_thread=failure.start_thread)
     loop = _Loop(plan, transport, session, options, start)
-    with _signals(loop):
+    with _signals(loop), watching(transport, failure, session, plan, options.out, options.stall):
         code = loop.run()
     session.close()
     for reader in readers.values():

@@ -118,6 +118,8 @@ def data(rows, seed=0, features=FEATURES):
 class MemoryReader:
     """A reader (plan.protocols) of arrays, in their order, beginning again at the end."""
 
+    reading = ""
+
     def __init__(self, arrays, batch):
         self.arrays, self.batch = arrays, batch
 

@@ -164,6 +164,8 @@ def _faces(batch: int, classes: int) -> Reference:
 class Drawn:
     """A reader of random values; those that are indices are below the limits of the plan's read."""
 
+    reading = ""
+
     def __init__(self, plan: Plan) -> None:
         train = plan.program("train")
         assert train is not None

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpiflow.errors import MpiflowError, TaskError
+from mpiflow.errors import MpiflowError, StallError, TaskError
 from mpiflow.exec.transport import Aborted, Transport, is_on_all_ranks
 
 # The rank that prints ends the others; these wait that long for it, and end the job if it cannot.
@@ -29,6 +29,7 @@ GRACE_SECONDS = 3.0
 DRAIN_SECONDS = 0.2
 # How long a failed thread waits for the main thread, which may be deep in a kernel.
 THREAD_GRACE_SECONDS = 5.0
+_ABORT_SECONDS = 1.0
 
 
 class Failure:
@@ -73,17 +74,26 @@ class Failure:
         thread.start()
         return thread
 
-    def hand_over(self, error: BaseException) -> None:
+    def hand_over(self, error: BaseException, grace: float = THREAD_GRACE_SECONDS) -> None:
         """Give the main thread an error of this one; end the process if it does not take it."""
         with self._lock:
             if self._pending is not None:
                 return
             self._pending = error
-        if not self._taken.wait(THREAD_GRACE_SECONDS):
+        if not self._taken.wait(grace):
             try:
                 self.report(error)
             finally:
-                os._exit(exit_code(error))
+                self._leave(exit_code(error))
+
+    def _leave(self, code: int) -> None:
+        """End the job from a thread that may not call MPI, as the one that may will not."""
+        # A launcher that sees one process end ends the others, but may give their code instead.
+        last = threading.Timer(_ABORT_SECONDS, os._exit, [code])
+        last.daemon = True
+        last.start()
+        self._transport.abort(code)
+        os._exit(code)
 
     def end(self, error: BaseException) -> None:
         """Print the error, unless another rank does, and end the job. Main thread only."""
@@ -104,16 +114,22 @@ class Failure:
             sys.stderr.write(_stack(error, text) + text)
             sys.stderr.flush()
         if self._folder is not None:
-            with suppress(OSError):
-                trace = "".join(traceback.format_exception(error))
-                (self._folder / "failure.txt").write_text(f"{text}\n{trace}")
+            trace = "".join(traceback.format_exception(error))
+            _write(self._folder / "failure.txt", f"{text}\n{trace}")
         if self._transport.size > 1:
             time.sleep(DRAIN_SECONDS)
+
+    def say(self, text: str) -> None:
+        """Print something on standard error that is no failure."""
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"mpiflow: {text}\n")
+            sys.stderr.flush()
 
     def _is_first(self, error: BaseException) -> bool:
         if is_on_all_ranks(error):
             return self._transport.rank == 0
-        if self._folder is None:
+        # One rank finds a stall, and the file system may be what stands still.
+        if self._folder is None or isinstance(error, StallError):
             return True
         try:
             os.close(os.open(self._mark(self._folder), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -149,6 +165,18 @@ def guard(transport: Transport) -> Iterator[Failure]:
         raise SystemExit(exit_code(error)) from error
 
 
+def _write(path: Path, text: str) -> None:
+    """Write a file, without waiting long for a file system that does not answer."""
+
+    def write() -> None:
+        with suppress(OSError):
+            path.write_text(text)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(GRACE_SECONDS)
+
+
 def exit_code(error: BaseException) -> int:
     """What the job ends with: never 0."""
     if isinstance(error, SystemExit):
@@ -159,7 +187,9 @@ def exit_code(error: BaseException) -> int:
 def describe(error: BaseException, transport: Transport) -> str:
     """The error in the user's words: what failed, on which rank."""
     text = _text(error)
-    alone = transport.size == 1 or is_on_all_ranks(error) or transport.name in text
+    # Which rank found that the job stands still does not matter; who is to blame is in the text.
+    everyone = is_on_all_ranks(error) or isinstance(error, StallError)
+    alone = transport.size == 1 or everyone or transport.name in text
     return f"mpiflow: {text}\n" if alone else f"mpiflow: {transport.name}: {text}\n"
 
 

@@ -127,11 +127,13 @@ class LocalTransport(Transport):
 
     def _exchange(self, kind: str, data: Any) -> list[Any]:
         meeting = self._meet(kind, data)
+        self.waiting = True
         meeting.wait(self.check)
+        self.waiting = False
         return [item for _, item in meeting.items]
 
     def _meet(self, kind: str, data: Any) -> Meeting:
-        self._sequence += 1
+        self._sequence = self.entered = self._sequence + 1
         item = kind, data
         return self._world.meet(self._sequence, self.size, self.rank, item, _check_kinds)
 

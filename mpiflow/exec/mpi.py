@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpiflow.errors import LaunchError, TaskError
-from mpiflow.exec.transport import Call, Group, Operation, Request, Transport
+from mpiflow.exec.transport import Call, Check, Group, Operation, Request, Transport
 
 Piece = Callable[[], Any]
 
@@ -343,11 +343,17 @@ class _MpiOperation(Operation):
 
 
 class _Once(Request):
-    """A request of MPI that is made once."""
+    """A control collective, which is made once."""
 
     def __init__(self, transport: MpiTransport, request: Any) -> None:
         self._transport = transport
         self._request = request
+        transport.entered += 1
+
+    def wait(self, check: Check | None = None) -> None:
+        self._transport.waiting = True
+        super().wait(check)
+        self._transport.waiting = False
 
     def test(self) -> bool:
         self._transport.check_thread()

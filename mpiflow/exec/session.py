@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from operator import length_hint
@@ -13,10 +13,11 @@ import numpy as np
 
 from mpiflow.errors import MpiflowError, PlanError, TaskError
 from mpiflow.exec.arena import Arena
-from mpiflow.exec.bind import Binder, Step
+from mpiflow.exec.bind import Binder, Call, Step
 from mpiflow.exec.device import Cpu, Device
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.observe import Observer
+from mpiflow.exec.position import Position, Walk
 from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
 from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
@@ -38,8 +39,19 @@ class _Bound:
     outputs: list[tuple[str, np.ndarray]]
     read: ReadTask | None
     binder: Binder
+    walk: Walk
     observer: Observer | None = None
     fired: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The step that runs now: `calls` is the iterator that gives them, `count` how many."""
+
+    bound: _Bound
+    step: int
+    calls: Iterator[Call]
+    count: int
 
 
 def _plain_thread(name: str, function: Callable[[], None]) -> threading.Thread:
@@ -86,6 +98,8 @@ class Session:
         }
         self._readers = readers or {}
         self._programs = {p.name: self._bind(p) for p in self.plan.programs}
+        self._runs = 0
+        self._running: _Running | None = None
 
     def _make_groups(self, plan: Plan, stage: int) -> dict[str, Group]:
         """A communicator for each set of axes of the stage, and one of the ranks of all stages."""
@@ -112,7 +126,8 @@ class Session:
             self._check,
         )
         views = [binder.views(phase) for phase in range(binder.phases)]
-        bound = _Bound(program, [], [], self._read_task(binder, program, views), binder)
+        walk = Walk(binder.order)
+        bound = _Bound(program, [], [], self._read_task(binder, program, views), binder, walk)
         ready, back = self._handshakes(bound)
         bound.steps += [binder.step(phase, ready, back) for phase in range(binder.phases)]
         bound.outputs += [(o.name, views[0][o.register]) for o in binder.program.outputs]
@@ -202,6 +217,8 @@ class Session:
         number = bound.fired % len(bound.steps)
         phase, observer = bound.steps[number], bound.observer
         calls = iter(observer.begin(number, step) if observer else phase.calls)
+        self._runs += 1
+        self._running = _Running(bound, step, calls, len(phase.calls))
         try:
             with self.device.quiet():
                 for call in calls:
@@ -218,7 +235,16 @@ class Session:
         if observer:
             observer.end()
         bound.fired += 1
+        self._running = None
         return {name: float(value[()]) for name, value in bound.outputs}
+
+    def position(self) -> Position:
+        """Where this rank is; any thread may ask."""
+        runs, running = self._runs, self._running
+        if running is None:
+            return Position(runs)
+        call = max(running.count - length_hint(running.calls) - 1, 0)
+        return running.bound.walk.position(runs, running.bound.program.name, running.step, call)
 
     def timed(self, program: str) -> list[tuple[Task, float]]:
         """Collective. One step of a program: its kernels in order, and the seconds of each."""

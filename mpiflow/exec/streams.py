@@ -170,6 +170,15 @@ class ReadStream:
 
     _filling: ReadTask | None = None
 
+    @property
+    def doing(self) -> str:
+        """What is being read now, empty where nothing is. It changes as reading gets on."""
+        task = self._filling
+        if task is None:
+            return ""
+        micro = f" micro-batch {task.micro + 1}" if len(task.spans) > 1 else ""
+        return f"{task.reader.reading or task.name} for step {task.step + 1}{micro}"
+
     def _busy(self, task: ReadTask) -> bool:
         return self._filling is task
 
@@ -203,6 +212,10 @@ class WriteStream:
         self._start_thread, self._check = start_thread, check
         self._done = threading.Event()
         self._done.set()
+        self.doing = ""
+        """What is being stored now, empty where nothing is. It changes as storing gets on."""
+        self.waited = False
+        """Whether the main thread waits until all is stored."""
 
     @property
     def idle(self) -> bool:
@@ -217,17 +230,22 @@ class WriteStream:
         def work() -> None:
             try:
                 for variable, start, array in pieces:
+                    self.doing = variable
                     writer.write(variable, start, array)
+                self.doing = "the end of its file"
                 writer.finish()
             except MpiflowError:
                 raise
             except Exception as error:
                 raise _explained(error, "saving") from error
+            self.doing = ""
             self._done.set()
 
         self._start_thread("write", work)
 
     def wait(self) -> None:
         """Until idle."""
+        self.waited = True
         while not self._done.wait(_POLL_SECONDS):
             self._check()
+        self.waited = False

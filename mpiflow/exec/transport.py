@@ -255,13 +255,19 @@ class Group(ABC):
 
 
 class Transport(ABC):
-    """The ranks of a job. `check`, where set, is called in every wait and may raise to end it."""
+    """The ranks of a job. `check`, where set, is called in every wait and may raise to end it.
+
+    `entered` counts the control collectives that this rank has come to, by which ranks know who is
+    behind; `waiting` is whether it waits in the last of them.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.host = platform.node()
         self.check: Check | None = None
+        self.entered = 0
+        self.waiting = False
 
     @property
     def name(self) -> str:

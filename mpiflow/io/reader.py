@@ -156,6 +156,7 @@ class DatasetReader:
         self._tails: dict[tuple[int, int], NDArray[Any]] = {}
         self._most_tails = len(dataset.fields) * _lanes(dataset, spans)
         self.decoded_bytes = 0
+        self.reading = ""
 
     @property
     def held_bytes(self) -> int:
@@ -280,6 +281,7 @@ class DatasetReader:
                 self._read_part(number, chunk, start, stop, array[place : place + stop - start])
             self._loaded[chunk] = True
             window.parts.pop()
+        self.reading = ""
 
     def _read_part(self, field: int, chunk: int, start: int, stop: int, out: NDArray[Any]) -> None:
         """Fill `out` with rows [start, stop) of a chunk.
@@ -289,6 +291,7 @@ class DatasetReader:
         first, last = int(self._sampler.first[chunk]), int(self._sampler.last[chunk])
         shard = int(self._sampler.shard[chunk])
         base = int(self._first[shard])
+        self.reading = f"{self.dataset.shards[shard].name} row {start - base}"
         if (start, stop) == (first, last) or self._shards.field(shard, field).plain:
             self._shards.read(shard, field, start - base, stop - base, out)
             self.decoded_bytes += out.nbytes

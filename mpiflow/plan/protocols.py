@@ -9,6 +9,9 @@ from typing import Any, Protocol
 class Reader(Protocol):
     """Gives the rows of a data set, batch by batch. Called on the read stream's thread."""
 
+    reading: str
+    """The file and row that is being read; empty where nothing is read from files."""
+
     def read(self, step: int, rows: tuple[int, int], out: Mapping[str, Any]) -> None:
         """Write rows [start, stop) of batch `step` into `out[field]`, shape (stop - start, ...).
 

@@ -53,10 +53,12 @@ import os
 import resource
 import signal
 import sys
+import time
 
 
 def plant():
     from mpiflow.exec.session import Session
+    from mpiflow.exec.transport import Operation
     from mpiflow.io.dataset import DatasetReader
     from mpiflow.ops.elementwise import Relu
 
@@ -77,6 +79,7 @@ def plant():
         return
     at = int(at)
     run, read, bind, calls = Session.run, DatasetReader.read, Relu.bind, []
+    start = Operation.start
 
     def run_with_fault(self, program, step=0):
         if (program, step) == ("train", at):
@@ -84,12 +87,17 @@ def plant():
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
             elif kind == "main":
                 raise RuntimeError("planted")
+            elif kind == "host":
+                time.sleep(1000)
             else:
                 os.kill(os.getpid(), getattr(signal, kind))
         return run(self, program, step)
 
     def read_with_fault(self, step, rows, out):
         if (self.dataset.name, step) == ("train", at):
+            if kind == "slow":
+                self.reading = "train-001.h5 row 3"
+                time.sleep(1000)
             raise OSError(5, "Input/output error")
         read(self, step, rows, out)
 
@@ -99,15 +107,28 @@ def plant():
         def kernel_with_fault():
             calls.append(arrays)
             if len(calls) == at + 1:
+                if kind == "endless":
+                    while True:
+                        calls[0]
                 raise FloatingPointError("planted")
             kernel()
 
         return kernel_with_fault
 
-    if kind == "reader":
+    def start_with_fault(self):
+        """As if what this rank sends were lost: it believes to have begun, and never has."""
+        calls.append(self)
+        if len(calls) == at + 1:
+            self._active, self._is_done = True, lambda: False
+            return self
+        return start(self)
+
+    if kind in ("reader", "slow"):
         DatasetReader.read = read_with_fault
-    elif kind == "kernel":
+    elif kind in ("kernel", "endless"):
         Relu.bind = bind_with_fault
+    elif kind == "lost":
+        Operation.start = start_with_fault
     else:
         Session.run = run_with_fault
 
