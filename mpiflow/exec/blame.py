@@ -70,10 +70,11 @@ class _Cause:
 
 @dataclass(slots=True)
 class _Node:
-    """A rank in the graph: the cause, if it is one, and the ranks that it waits for."""
+    """A rank in the graph: the cause, if it is one, and the ranks that it waits for, in `task`."""
 
     cause: _Cause | None = None
     waits: set[int] = field(default_factory=set)
+    task: Task | None = None
 
 
 class _Streams:
@@ -106,7 +107,7 @@ class Court:
         """The verdict on ranks none of which gets on; None where no rank holds up another."""
         self._seen, self._lates = ranks, {}
         graph = [self._node(seen) for seen in ranks]
-        causes = [rank for rank, node in enumerate(graph) if node.cause]
+        causes = _causes(graph)
         if not causes:
             return None
         victims = {rank: _behind(rank, graph) for rank in causes}
@@ -114,6 +115,8 @@ class Court:
         cause = graph[culprit].cause
         assert cause is not None
         text = self._text(ranks[culprit], cause, len(victims[culprit]))
+        if cause.kind == SILENT:
+            text += self._awaited(culprit, graph)
         return Verdict(cause.kind, culprit, text, f"{cause.kind} {culprit}")
 
     def _weight(self, rank: int, node: _Node, victims: set[int]) -> tuple[int, int, float, int]:
@@ -129,7 +132,7 @@ class Court:
     def _node(self, seen: Seen) -> _Node:
         beat = seen.beat
         if seen.silent or beat is None:
-            return _Node(_Cause(SILENT, self._task_of(seen)))
+            return _Node(_Cause(SILENT))
         if not beat.position.program:
             return self._between(beat)
         if beat.position.computing:
@@ -163,10 +166,9 @@ class Court:
                 members = self._members(rank, task)
                 waits = self._late(members, beat, task)
                 node.waits |= waits
+                node.task = node.task or (task if waits else None)
                 if not waits and node.cause is None:
                     node.cause = _Cause(LOST, task, members)
-        if node.waits and node.cause and node.cause.kind == LOST:
-            node.cause = None
         return node
 
     def _streams(self, rank: int, name: str) -> _Streams:
@@ -232,15 +234,6 @@ class Court:
 
     # -- words
 
-    def _task_of(self, seen: Seen) -> Task | None:
-        """What a silent rank was in when it was last heard."""
-        beat = seen.beat
-        if beat is None or not beat.position.program:
-            return None
-        streams = self._streams(seen.rank, beat.position.program)
-        heads = [self._head(seen.rank, beat, s) for s in (COMPUTE, *streams.order)]
-        return next((task for task in heads if task), None)
-
     def _text(self, seen: Seen, cause: _Cause, victims: int) -> str:
         beat = seen.beat
         seconds = seen.silent or (beat.still if beat else 0.0)
@@ -251,13 +244,19 @@ class Court:
             text += f"\n{beat.stack}"
         return text
 
+    def _awaited(self, culprit: int, graph: list[_Node]) -> str:
+        """The task in which a rank waits for a silent one, whose own last word may be old."""
+        for rank, node in enumerate(graph):
+            if culprit in node.waits and node.task:
+                return f" in {_named(node.task, self._seen[rank].beat)}"
+        return ""
+
     def _doing(self, seen: Seen, cause: _Cause, time: str) -> str:
         beat = seen.beat
         match cause.kind:
             case "silent":
                 about = f", {seen.about}," if seen.about else ""
-                last = f", last in {_named(cause.task, beat)}" if cause.task and beat else ""
-                return f"{seen.name}{about} has been silent for {time}{last}"
+                return f"{seen.name}{about} has been silent for {time}"
             case "computing":
                 return f"{seen.name} has been in {_named(cause.task, beat)} for {time}"
             case "reading":
@@ -279,6 +278,23 @@ class Court:
         last = names[-1] if more <= 0 else f"{more} more"
         who = f"{', '.join(names[:-1][:_MOST_NAMES])} and {last}"
         return f"{who} are all in {_named(cause.task, beat)}, which has not ended {end}"
+
+
+def _causes(graph: list[_Node]) -> list[int]:
+    """The ranks that hold up others.
+
+    What all have come to may still need one of them that computes: a message is lost only where
+    nobody does anything else. Such a rank may wait for others too, which wait for it in the end.
+    """
+    lost = {rank for rank, node in enumerate(graph) if node.cause and node.cause.kind == LOST}
+    busy = {rank for rank, node in enumerate(graph) if node.cause} - lost
+    if not busy:
+        return sorted(lost)
+    for rank in lost:
+        cause = graph[rank].cause
+        graph[rank].waits |= busy.intersection(cause.with_ranks if cause else ())
+        graph[rank].cause = None
+    return sorted(busy)
 
 
 def _behind(rank: int, graph: list[_Node]) -> set[int]:

@@ -52,6 +52,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 
@@ -89,6 +90,9 @@ def plant():
                 raise RuntimeError("planted")
             elif kind == "host":
                 time.sleep(1000)
+            elif kind == "pause":
+                subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
             else:
                 os.kill(os.getpid(), getattr(signal, kind))
         return run(self, program, step)

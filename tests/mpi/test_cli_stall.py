@@ -1,0 +1,61 @@
+"""A run that stands still ends with code 3 and one sentence that names who holds it up."""
+
+import platform
+import re
+
+import pytest
+from cli_job import Runner, write_data, write_job
+
+HOST = platform.node()
+
+
+@pytest.fixture
+def run(mpiexec, tmp_path):
+    write_job(tmp_path, "evaluate=test, evaluate_every=mf.Every(steps=1000)")
+    write_data(tmp_path)
+    return Runner(mpiexec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fault", "sentence"),
+    [
+        pytest.param(ranks, fault, sentence, id=fault, marks=pytest.mark.ranks(ranks))
+        for ranks, fault, sentence in (
+            (3, "2:endless:40", r"rank 2 \({}\) has been in task relu \(Relu, job.py:13\) of step"
+             r" 41 for \d s; 2 ranks wait for it"),
+            (2, "0:endless:40", r"rank 0 \({}\) has been in task relu \(Relu, job.py:13\) of step"
+             r" 41 for \d s; 1 rank waits for it"),
+            (3, "0:SIGSTOP:30", r"rank 0 \({}\), whose process is stopped, has been silent for \d"
+             r" s; 2 ranks wait for it in task .* of step 31"),
+            (2, "1:slow:40", r"rank 1 \({}\) has been reading train-001.h5 row 3 for step 41 for"
+             r" \d s; 1 rank waits for it"),
+            (3, "1:lost:100", r"rank 0 \({0}\), rank 1 \({0}\) and rank 2 \({0}\) are all in task"
+             r" \S+ \(\w+, .*\) of step \d+, which has not ended for \d s: a message between them"
+             r" is lost"),
+        )
+    ],
+)  # fmt: skip
+def test_the_culprit_is_named_and_all_ranks_are_gone(run, tmp_path, ranks, fault, sentence):
+    done = run(ranks, "--steps", 40000, "--stall", 3, FAULT=fault, timeout=40)
+    assert done.returncode == 3, done.stdout
+    said = re.findall(r"^mpiflow: (.*)$", done.stdout, re.MULTILINE)
+    assert len(said) == 1, done.stdout
+    assert re.fullmatch(sentence.format(HOST), said[0]), done.stdout
+    assert said[0] in (tmp_path / "run" / "failure.txt").read_text()
+
+
+@pytest.mark.ranks(2)
+def test_the_run_folder_says_which_rank_a_killed_process_was(run, tmp_path):
+    """The launcher ends the others at once, and names the process; only mpiflow knows the rank."""
+    done = run(2, "--steps", 40000, FAULT="1:SIGKILL:30")
+    assert done.returncode != 0
+    pid = re.search(r"^rank 1 +host \S+ +pid (\d+)$", (tmp_path / "run" / "ranks.txt").read_text(),
+                    re.MULTILINE)[1]  # fmt: skip
+    assert pid in done.stdout
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_pauses_is_no_stall(run):
+    done = run(2, "--steps", 200, FAULT="1:pause:100")
+    assert done.returncode == 0, done.stdout
+    assert "mpiflow: " not in done.stdout

@@ -1,0 +1,178 @@
+"""The wait-for graph of ranks that stand still, on real plans and all the positions of a walk."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from jobs import classifier_plan
+from pipeline_jobs import Case, layers, plan_of
+
+from mpiflow.exec.beat import Beat, unpack
+from mpiflow.exec.blame import COMPUTING, HOST, LOST, READING, SILENT, WRITING, Court, Seen
+from mpiflow.exec.position import Position, Walk
+from mpiflow.plan import calls as calling
+from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND
+from mpiflow.plan.unroll import unroll
+
+PIPELINE = Case(layers, "stage=2,data=2", 4, "gpipe", zero=1)
+
+
+class Rank:
+    """One rank that does the calls of a step, as far as the others let it."""
+
+    def __init__(self, plan, rank):
+        self.rank, mesh = rank, plan.mesh
+        self.stage, self.place = mesh.stage_of(rank)
+        self.plan, self.mesh = plan.at_stage(self.stage), mesh
+        program = self.plan.program("train")
+        unrolled = unroll(program)
+        tensors = {**self.plan.tensors(program), **{r.name: r for r in unrolled.registers}}
+        self.order = calling.calls_of(unrolled, tensors)
+        self.call, self.started = 0, set()
+
+    def key(self, task, rank):
+        """What the ranks that take part in a task call it alike."""
+        if task.kind == SEND:
+            return rank, task.attributes["message"], task.micro
+        if task.kind == RECEIVE:
+            sender = self.mesh.rank_in_stage(task.attributes["stage"], self.place)
+            return sender, task.attributes["message"], task.micro
+        return self.stage, task.name
+
+    def advance(self, ranks, stuck):
+        """Do the next call if it can be done now; whether it could."""
+        if self.call == len(self.order) or stuck(self.rank, self.call):
+            return False
+        action, task = self.order[self.call]
+        if action == calling.START:
+            self.started.add((self.key(task, self.rank), task.kind))
+        if action == calling.WAIT and not all(
+            (self.key(task, self.rank), kind) in ranks[other].started
+            for other, kind in self.others(task)
+        ):
+            return False
+        self.call += 1
+        return True
+
+    def others(self, task):
+        if task.kind in (SEND, RECEIVE):
+            other = self.mesh.rank_in_stage(task.attributes["stage"], self.place)
+            return [(other, RECEIVE if task.kind == SEND else SEND)]
+        members = self.plan.slice(self.place).members(task.axis)
+        return [(self.mesh.rank_in_stage(self.stage, m), task.kind) for m in members]
+
+    def beat(self):
+        walk = Walk(self.order)
+        done = self.call == len(self.order)
+        position = Position(3) if done else walk.position(3, "train", 16, self.call)
+        return Beat(self.rank, 9, position, 5, done, still=6.0)
+
+
+def stand(plan, culprit, call):
+    """All ranks once nobody gets on, as `culprit` is stuck in a call."""
+    ranks = [Rank(plan, rank) for rank in range(plan.mesh.size)]
+    while any([r.advance(ranks, lambda rank, at: (rank, at) == (culprit, call)) for r in ranks]):
+        pass
+    assert ranks[culprit].call == call
+    return ranks
+
+
+def judge(plan, beats, **changes):
+    seen = [Seen(beat.rank, "node", beat) for beat in beats]
+    return Court(plan).judge([replace(s, **changes.get(f"rank{s.rank}", {})) for s in seen])
+
+
+@pytest.mark.parametrize("plan", [classifier_plan("data=2,model=2"), plan_of(PIPELINE)],
+                         ids=["mesh", "pipeline"])  # fmt: skip
+def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is(plan):
+    draw = random.Random(7)
+    size = plan.mesh.size
+    for _ in range(12):
+        culprit = draw.randrange(size)
+        order = Rank(plan, culprit).order
+        busy = [i for i, (action, _) in enumerate(order) if action in (calling.KERNEL, READ)]
+        call = draw.choice(busy)
+        beats = [rank.beat() for rank in stand(plan, culprit, call)]
+        action, task = order[call]
+        if action == READ:
+            beats[culprit] = replace(beats[culprit], reading="rows-1.h5 row 7 for step 17")
+        verdict = judge(plan, beats)
+        kind = COMPUTING if action == calling.KERNEL else READING
+        assert (verdict.kind, verdict.rank) == (kind, culprit), verdict.text
+        if action == calling.KERNEL:
+            assert f"(node) has been in task {task.name.partition('#')[0]} (" in verdict.text
+        else:
+            assert "has been reading rows-1.h5 row 7 for step 17 for 6 s" in verdict.text
+        silent = judge(plan, beats, **{f"rank{culprit}": {"silent": 8.0}})
+        assert (silent.kind, silent.rank) == (SILENT, culprit)
+
+
+def test_the_sentence_names_rank_task_line_step_and_victims():
+    plan = classifier_plan("data=4")
+    order = Rank(plan, 2).order
+    call = next(i for i, (a, t) in enumerate(order) if a == calling.KERNEL and "relu" in t.name)
+    task = order[call][1]
+    text = judge(plan, [rank.beat() for rank in stand(plan, 2, call)]).text
+    beats = [rank.beat() for rank in stand(plan, 2, call)]
+    silent = judge(plan, beats, rank2={"silent": 8.0, "about": "whose process is stopped"})
+    assert silent.text.startswith(
+        "rank 2 (node), whose process is stopped, has been silent for 8 s;"
+        " 3 ranks wait for it in task "
+    )
+    line = task.where.rpartition("/")[2]
+    assert line.startswith("jobs.py:")
+    assert text == (
+        f"rank 2 (node) has been in task {task.name} (Relu, {line}) of step 17 for 6 s;"
+        " 3 ranks wait for it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "kinds"),
+    [(classifier_plan("data=3"), ("collective",)), (plan_of(PIPELINE), (SEND, RECEIVE))],
+    ids=["collective", "message"],
+)
+def test_a_message_that_all_have_come_to_is_lost(plan, kinds):
+    """Every end waits in a call that all others have begun."""
+    for culprit in range(plan.mesh.size):
+        order = Rank(plan, culprit).order
+        waits = [
+            i for i, (action, task) in enumerate(order)
+            if action == calling.WAIT and task.kind in kinds
+        ]  # fmt: skip
+        for call in waits[:: max(len(waits) // 3, 1)]:
+            ranks = stand(plan, culprit, call)
+            verdict = judge(plan, [rank.beat() for rank in ranks])
+            assert verdict.kind == LOST, verdict.text
+            assert "a message between them is lost" in verdict.text
+
+
+def test_between_steps_the_rank_that_has_not_come_is_to_blame():
+    plan = classifier_plan("data=3")
+    waiting = [Beat(rank, 9, Position(8), 12, True, still=30.0) for rank in range(3)]
+    busy = replace(waiting[1], entered=11, waiting=False)
+    verdict = judge(plan, [waiting[0], busy, waiting[2]])
+    assert (verdict.kind, verdict.rank) == (HOST, 1)
+    assert verdict.text.endswith("between two steps for 30 s; 2 ranks wait for it")
+    saving = replace(busy, saving=True, writing="fc1.weight")
+    verdict = judge(plan, [waiting[0], saving, waiting[2]])
+    assert (verdict.kind, verdict.rank) == (WRITING, 1)
+    assert "has been storing fc1.weight for 30 s" in verdict.text
+    verdict = judge(plan, waiting)
+    assert verdict.kind == LOST
+
+
+def test_a_rank_that_was_never_heard_is_silent():
+    plan = classifier_plan("data=3")
+    seen = [Seen(rank, "node", Beat(rank, 1, Position(1), 4, True, still=30.0)) for rank in (0, 1)]
+    verdict = Court(plan).judge([*seen, Seen(2, "far", None, 31.0)])
+    assert verdict.text == "rank 2 (far) has been silent for 31 s; 2 ranks wait for it"
+
+
+def test_a_beat_is_read_back_and_anything_else_is_dropped():
+    position = Position(3, "train", 7, ((COMPUTE, 5), ("comm.data", 1)), True, 0.25)
+    beat = Beat(1, 9, position, 5, True, "rows.h5", "", False, 1.5, 'File "a.py"')
+    data = beat.pack()
+    assert unpack(data) == beat
+    for wrong in (b"", b"null", b"[]", b"{}", data[:-2], data.replace(b"rank", b"tank"), b"\xff"):
+        assert unpack(wrong) is None

@@ -1,0 +1,180 @@
+"""How long is too long, who speaks, and how beats travel where datagrams do not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from jobs import classifier_plan
+
+from mpiflow.exec import watchdog
+from mpiflow.exec.beat import Beat, unpack
+from mpiflow.exec.blame import SILENT
+from mpiflow.exec.local import LocalWorld, run_local
+from mpiflow.exec.position import Position, Walk
+from mpiflow.exec.post import _UNANSWERED, Address, Post, choose_watchers
+from mpiflow.exec.watchdog import FIRST, LEAST_SECONDS, PREDICTIONS, STANDS, Watch, process_state
+from mpiflow.plan import calls as calling
+from mpiflow.plan.records import COMPUTE, READ
+
+PERIOD = 0.25
+
+
+def watch(ranks=3, host=""):
+    addresses = [Address(rank, host or f"node{rank}", os.getpid(), 1) for rank in range(ranks)]
+    return Watch(classifier_plan(f"data={ranks}"), addresses, 0, PERIOD)
+
+
+class Ranks:
+    """Ranks that send beats to a watch, in its time."""
+
+    def __init__(self, watch, ranks=3):
+        self.watch, self.number, self.run = watch, 0, 1
+        self.still = [0.0] * ranks
+        self.silent = set()
+
+    def tick(self, seconds=PERIOD, moving=True, program="train", expected=0.0):
+        self.watch.pass_time(seconds)
+        self.number += 1
+        self.run += moving
+        for rank, still in enumerate(self.still):
+            self.still[rank] = 0.0 if moving else still + seconds
+            position = Position(self.run, program, self.run, ((COMPUTE, 3),), True, expected)
+            if rank not in self.silent:
+                self.watch.hear(Beat(rank, self.number, position, still=self.still[rank]))
+        return self.watch.still()
+
+    def stand(self, seconds, **more):
+        for _ in range(round(seconds / PERIOD)):
+            still = self.tick(moving=False, **more)
+        return still
+
+
+def test_a_job_may_stand_still_as_long_as_its_own_pace_says():
+    ranks = Ranks(watch())
+    ranks.tick()
+    assert ranks.watch.patience() == FIRST * LEAST_SECONDS
+    for _ in range(5):
+        assert ranks.tick() == 0.0
+    assert ranks.watch.patience() == LEAST_SECONDS
+    assert ranks.stand(3) == pytest.approx(3)
+    ranks.tick()
+    assert ranks.watch.patience() == pytest.approx(STANDS * 3)
+    ranks.tick(expected=2.0)
+    assert ranks.watch.patience() == pytest.approx(PREDICTIONS * 2)
+    ranks.tick(program="evaluate")
+    assert ranks.watch.patience() == pytest.approx(FIRST * STANDS * 3)
+
+
+def test_a_rank_that_is_not_heard_is_silent_though_others_move_or_wait():
+    ranks = Ranks(watch())
+    for _ in range(20):
+        ranks.tick()
+    ranks.silent.add(1)
+    assert ranks.stand(6) == pytest.approx(6)
+    assert ranks.watch.silent(1) == pytest.approx(6)
+    assert not ranks.watch.silent(2)
+    verdict = ranks.watch.judge()
+    assert (verdict.kind, verdict.rank) == (SILENT, 1)
+    assert verdict.text.startswith("rank 1 (node1) has been silent for 6 s")
+
+
+def test_an_old_beat_or_one_of_no_rank_changes_nothing():
+    ranks = Ranks(watch())
+    for _ in range(5):
+        ranks.tick()
+    ranks.watch.hear(Beat(1, 2, Position(9)))
+    ranks.watch.hear(Beat(7, 99, Position(9)))
+    assert ranks.stand(2) == pytest.approx(2)
+
+
+def test_the_position_follows_the_calls_of_a_step():
+    program = classifier_plan("data=2").program("train")
+    order = calling.calls_of(program, classifier_plan("data=2").tensors(program))
+    walk, done = Walk(order), {}
+    for number, (action, task) in enumerate(order):
+        position = walk.position(3, "train", 7, number)
+        assert {s: n for s, n in position.done if n} == done
+        assert position.computing == (action == calling.KERNEL)
+        assert position.seconds == task.seconds
+        stream = {calling.KERNEL: COMPUTE, calling.WAIT: task.stream, READ: READ}.get(action)
+        if stream:
+            assert dict(program.order)[stream][done.get(stream, 0)] == program.tasks.index(task)
+            done[stream] = done.get(stream, 0) + 1
+    assert walk.position(3, "train", 7, len(order)).head(COMPUTE) == done[COMPUTE]
+
+
+def test_those_who_watch_are_on_different_hosts_where_there_are_some():
+    def on(*hosts):
+        return choose_watchers([Address(r, host, 1, 1) for r, host in enumerate(hosts)])
+
+    assert on("a", "a", "b", "b", "c", "d") == [0, 2, 4]
+    assert on("a", "a", "b", "b") == [0, 2, 1]
+    assert on("a", "a", "a", "a") == [0, 1, 2]
+    assert on("a") == [0]
+
+
+@pytest.mark.ranks(4)
+def test_beats_travel_by_datagram_and_by_files_where_those_are_lost(tmp_path):
+    def work(transport):
+        post = Post(transport, tmp_path)
+        got = set()
+        if transport.rank == 3:
+            # A port where nobody listens, as behind a firewall.
+            post._targets = {rank: (host, 9) for rank, (host, _) in post._targets.items()}
+        beat = Beat(transport.rank, 1)
+        for _ in range(_UNANSWERED + 2):
+            post.send(beat.pack())
+            deadline = time.monotonic() + 5
+            while transport.rank == 0 and not {1, 2} <= got and time.monotonic() < deadline:
+                got |= {unpack(data).rank for data in post.receive()}
+            transport.barrier().wait()
+        left = {unpack(data).rank for data in post.files()}
+        transport.barrier().wait()
+        post.close()
+        return got, left
+
+    (got, left), *_ = run_local(4, work)
+    assert got == {1, 2}
+    assert 3 in left
+    assert not list((tmp_path / ".beats").glob("rank-*"))
+
+
+def test_what_does_not_carry_the_token_is_dropped(tmp_path):
+    first, second = (Post(LocalWorld(1).transports[0], tmp_path) for _ in range(2))
+    target = first._socket.getsockname()
+    second._socket.sendto(b"nonsense", target)
+    second._socket.sendto(first._token + b"data", target)
+    assert list(first.receive()) == [b"data"]
+    first.close()
+    second.close()
+
+
+def test_a_host_knows_whether_a_process_runs_is_stopped_or_gone():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert process_state(process.pid) == "whose process is stopped"
+    process.kill()
+    process.communicate()
+    assert process_state(process.pid) == watchdog.GONE
+    assert "runs" in process_state(os.getpid())
+
+
+def test_a_rank_tells_for_how_long_it_is_in_the_same_place():
+    watched = SimpleNamespace(
+        reads=SimpleNamespace(doing=""),
+        writes=SimpleNamespace(doing="", waited=False),
+        position=lambda: place,
+    )
+    place = Position(1, "train", 0)
+    pulse = watchdog.Pulse(LocalWorld(1).transports[0], watched)
+    assert [pulse(0.5).still for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
+    place = Position(1, "train", 1)
+    assert pulse(0.5).still == 0.0
+    beats = [pulse(1.0) for _ in range(3)]
+    assert [bool(beat.stack) for beat in beats] == [False, False, True]
+    assert 'watchdog.py", line' in beats[-1].stack
