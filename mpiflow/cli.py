@@ -248,6 +248,9 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                     _argument("--stall", type=float, metavar="SECONDS",
                               help="end a run that stands still for so long; 0: never (default:"
                               " as its own pace says, at least 5)"),
+                    _argument("--check-finite", action="store_true",
+                              help="look at what each task makes, and name the first nan or"
+                              " infinity (slow)"),
                     _argument("--accept-changes", action="store_true",
                               help="go on from a checkpoint of a changed program"),
                     _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",

@@ -286,6 +286,7 @@ def run(options: Namespace) -> int:
                 options.accept_changes,
                 trace,
                 options.stall,
+                options.check_finite,
             ),
         )
     return code

@@ -47,6 +47,7 @@ class Options:
     """How to run a plan. `steps` replaces the plan's epochs; `trace` says which to trace.
 
     A run that stands still for `stall` seconds ends; None is as long as its own pace says, 0 never.
+    With `check_finite` the first task that makes a value which is no finite number ends it.
     """
 
     out: Path
@@ -56,6 +57,7 @@ class Options:
     accept_changes: bool = False
     trace: Window | None = None
     stall: float | None = None
+    check_finite: bool = False
 
 
 def run(plan: Plan, transport: Transport, failure: Failure, options: Options) -> int:
@@ -77,7 +79,13 @@ def _train(
 ) -> int:
     failure.use_folder(options.out)
     readers = open_readers(plan, transport.rank, options.data)
-    session = Session(plan, transport, readers, start_thread=failure.start_thread)
+    session = Session(
+        plan,
+        transport,
+        readers,
+        start_thread=failure.start_thread,
+        check_finite=options.check_finite,
+    )
     loop = _Loop(plan, transport, session, options, start)
     with _signals(loop), watching(transport, failure, session, plan, options.out, options.stall):
         code = loop.run()
@@ -222,7 +230,8 @@ class _Loop:
             raise on_all_ranks(
                 TaskError(
                     f"step {self.step}: the loss is {loss}; nothing of this step is saved. Lower"
-                    " the learning rate, or look at the rows of this step"
+                    " the learning rate, or look at the rows of this step; run with --check-finite"
+                    " to see which task made it"
                 )
             )
         if self.rows and self.progress:

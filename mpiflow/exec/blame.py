@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mpiflow.exec.beat import Beat
+from mpiflow.plan.pieces import pieces_of
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
 from mpiflow.plan.unroll import folded, unroll
 
@@ -80,9 +81,10 @@ class _Node:
 class _Streams:
     """A program without loops: its tasks by stream, and where each stands."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = unroll(program)
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self.folded, self.program = program, unroll(program)
         self.needs = self.program.needs()
+        self.tensors = {**plan.tensors(program), **{r.name: r for r in self.program.registers}}
         tasks = self.program.tasks
         self.order = {s: [tasks[i] for i in numbers] for s, numbers in self.program.order}
         self.places = {t.name: (s, n) for s, row in self.order.items() for n, t in enumerate(row)}
@@ -163,7 +165,7 @@ class Court:
             if any(need.stream == READ for need in missing):
                 node.cause = _Cause(READING, next(n for n in missing if n.stream == READ))
             elif not missing and task.kind not in (COMPUTE, READ):
-                members = self._members(rank, task)
+                members = self._members(rank, beat, task)
                 waits = self._late(members, beat, task)
                 node.waits |= waits
                 node.task = node.task or (task if waits else None)
@@ -174,9 +176,10 @@ class Court:
     def _streams(self, rank: int, name: str) -> _Streams:
         stage, _ = self._plan.mesh.stage_of(rank)
         if (stage, name) not in self._known:
-            program = self._plan.at_stage(stage).program(name)
+            plan = self._plan.at_stage(stage)
+            program = plan.program(name)
             assert program is not None, f"stage {stage} has no program {name}"
-            self._known[stage, name] = _Streams(program)
+            self._known[stage, name] = _Streams(plan, program)
         return self._known[stage, name]
 
     def _head(self, rank: int, beat: Beat, stream: str) -> Task | None:
@@ -195,15 +198,20 @@ class Court:
             if number >= beat.position.head(stream)
         ]
 
-    def _members(self, rank: int, task: Task) -> tuple[int, ...]:
+    def _members(self, rank: int, beat: Beat, task: Task) -> tuple[int, ...]:
         """The ranks that take part in a collective, or both ends of a message."""
         mesh = self._plan.mesh
         stage, place = mesh.stage_of(rank)
-        if task.kind in (SEND, RECEIVE):
-            other = mesh.rank_in_stage(task.attributes["stage"], place)
-            return (rank, other) if task.kind == SEND else (other, rank)
-        members = self._plan.at_stage(stage).slice(place).members(task.axis)
-        return tuple(mesh.rank_in_stage(stage, member) for member in members)
+        plan = self._plan.at_stage(stage)
+        if task.kind not in (SEND, RECEIVE):
+            members = plan.slice(place).members(task.axis)
+            return tuple(mesh.rank_in_stage(stage, member) for member in members)
+        streams = self._streams(rank, beat.position.program)
+        (name,) = task.inputs or task.outputs
+        here = plan.slice(place, streams.folded)
+        other = task.attributes["stage"]
+        pieces = pieces_of(task, streams.tensors[name], here)
+        return (rank, *(mesh.rank_in_stage(other, there) for there, _ in pieces))
 
     def _late(self, members: tuple[int, ...], asking: Beat, task: Task) -> frozenset[int]:
         """The members that have not come to a task; of a collective, the same for all of them."""

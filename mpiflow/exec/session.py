@@ -15,6 +15,7 @@ from mpiflow.errors import MpiflowError, PlanError, TaskError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder, Call, Step
 from mpiflow.exec.device import Cpu, Device
+from mpiflow.exec.finite import NotFinite, checked
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.observe import Observer
 from mpiflow.exec.position import Position, Walk
@@ -64,7 +65,8 @@ class Session:
     """Runs programs of a plan on this rank. Made and closed on all ranks together.
 
     `readers` gives a reader for each data set of the plan. `start_thread` starts the threads that
-    read and write, and sees to it that what they raise reaches this one.
+    read and write, and sees to it that what they raise reaches this one. With `check_finite` a task
+    that makes nan or infinity is a TaskError.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Session:
         *,
         start_thread: Callable[[str, Callable[[], None]], threading.Thread] = _plain_thread,
         device: Device | None = None,
+        check_finite: bool = False,
     ) -> None:
         """Collective."""
+        self._check_finite = check_finite
         if transport.size != plan.mesh.size:
             raise PlanError(f"the plan is for {plan.mesh.size} ranks, there are {transport.size}")
         verify(plan)
@@ -130,6 +134,9 @@ class Session:
         bound = _Bound(program, [], [], self._read_task(binder, program, views), binder, walk)
         ready, back = self._handshakes(bound)
         bound.steps += [binder.step(phase, ready, back) for phase in range(binder.phases)]
+        if self._check_finite:
+            pairs = zip(bound.steps, views, strict=True)
+            bound.steps[:] = [checked(step, binder.order, arrays) for step, arrays in pairs]
         bound.outputs += [(o.name, views[0][o.register]) for o in binder.program.outputs]
         return bound
 
@@ -228,10 +235,12 @@ class Session:
         except Exception as error:
             task = phase.tasks[len(phase.calls) - length_hint(calls) - 1]
             micro = f" micro-batch {task.micro + 1}," if task.phase % 2 else ""
+            foreseen = isinstance(error, NotFinite)
+            what = error if foreseen else f"{type(error).__name__}: {error}"
             raise TaskError(
                 f"{self.transport.name}: program {program}, step {step + 1},{micro} task"
-                f" {folded(task)} ({task.op}): {type(error).__name__}: {error}\n  {task.where}"
-            ) from error
+                f" {folded(task)} ({task.op}): {what}\n  {task.where}"
+            ) from (None if foreseen else error)
         if observer:
             observer.end()
         bound.fired += 1
