@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from math import inf
 
 from mpiflow.errors import PlanError
-from mpiflow.plan.marked import Step, Walk
+from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import WRITE, Plan, Task
 from mpiflow.plan.runs import Lane, Run, Runs, runs_of, stops_within
+from mpiflow.plan.walk import Walk
 
 KINDS = ("compute", "comm", "send", "receive", "h2d", "d2h", "read", "write")
 

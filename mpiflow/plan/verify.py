@@ -20,9 +20,9 @@ from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import Broadcast, Partial, layout_text
 from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD, D2H, FEED, H2D, workspace_space
-from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
+from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
-from mpiflow.plan.verify_memory import check_aliases, check_between, check_memory
+from mpiflow.plan.verify_memory import check_between, check_memory
 from mpiflow.plan.verify_phases import check_count, check_phases
 from mpiflow.plan.verify_places import arenas_by_space, check_places, check_routes
 from mpiflow.plan.verify_stages import check_parts, check_together
@@ -87,7 +87,7 @@ def _check_program(plan: Plan, program: Program, arenas: dict[str, int]) -> None
         _check_workspace(task, arenas[workspace_space(task.route)], context)
     check_places(plan, program, context)
     check_phases(program, context)
-    check_aliases(program, tensors)
+    _check_aliases(program, tensors)
     check_memory(plan.variables, Step(program))
     _check_reading(plan, program, context)
     _check_outputs(program, context)
@@ -195,6 +195,35 @@ def _check_producers(program: Program, context: str) -> None:
         ):
             gives = ", ".join(task.outputs) or "nothing"
             raise VerifyError(f"{context}: {label(task)} gives {gives}, which no task reads")
+
+
+def _check_aliases(program: Program, tensors: dict[str, Register]) -> None:
+    """A register lies exactly over what it aliases, which its producer reads, or copies over."""
+    makers = {name: task for task in program.tasks for name in task.outputs}
+    registers = {register.name: register for register in program.registers}
+    for register in program.registers:
+        if not register.aliases:
+            continue
+        target, task = tensors[register.aliases], makers[register.name]
+        what = f"program {program.name}: register {register.name} of {label(task)}"
+        if target.name not in task.inputs and task.kind != H2D:
+            raise VerifyError(f"{what} aliases {target.name}, which {label(task)} does not read")
+        place, wanted = ((r.offset, r.nbytes, r.slots, r.rewound) for r in (register, target))
+        if place != wanted or register.space != target.space:
+            raise VerifyError(
+                f"{what} aliases {target.name}, but lies at {_place(register)} and "
+                f"{target.name} at {_place(target)}"
+            )
+        chain = [register.name]
+        while (following := registers[chain[-1]].aliases) in registers:
+            if following in chain:
+                raise VerifyError(f"{what} aliases {target.name}, which aliases it in turn")
+            chain.append(following)
+
+
+def _place(r: Register) -> str:
+    where = f" of {r.space} memory" if r.space else ""
+    return f"bytes {r.offset}..{r.offset + r.slots * r.nbytes}{where} ({r.slots} x {r.nbytes})"
 
 
 def _check_workspace(task: Task, arena: int, context: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import Partial, layout_text
-from mpiflow.plan.marked import Step, Walk
+from mpiflow.plan.marked import Step
 from mpiflow.plan.pieces import all_pieces, most_elements
 from mpiflow.plan.places import arena_names
 from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
@@ -20,6 +20,7 @@ from mpiflow.plan.slice import itemsize
 from mpiflow.plan.unroll import enough
 from mpiflow.plan.verify_calls import check_calls
 from mpiflow.plan.verify_layout import label
+from mpiflow.plan.walk import Walk
 
 Message = tuple[int, int, Any]
 """From which stage, to which, and its number."""
@@ -178,6 +179,13 @@ def _messages(programs: list[Program], kind: str) -> Iterable[tuple[Message, tup
             other, number = task.attributes.get("stage"), task.attributes.get("message")
             ends = (program.stage, other) if kind == SEND else (other, program.stage)
             key = (*ends, number)
+            if (len(task.inputs), len(task.outputs)) != ((1, 0) if kind == SEND else (0, 1)):
+                raise VerifyError(
+                    f"program {program.name}: {label(task)} takes {len(task.inputs)} and gives"
+                    f" {len(task.outputs)} tensors; a message is one tensor, sent or received"
+                )
+            if type(number) is not int:
+                raise VerifyError(f"program {program.name}: {label(task)} is message {number!r}")
             if not isinstance(other, int) or other == program.stage:
                 raise VerifyError(
                     f"program {program.name}: {label(task)} is to or from stage {other!r}"

@@ -162,7 +162,7 @@ def swap(program, draw):
         a = draw.randrange(len(turns) - 1)
         turns[a : a + 2] = turns[a + 1], turns[a]
         return replace(program, sequence=tuple(turns))
-    place, (stream, tasks) = draw.choice(list(enumerate(program.order)))
+    place, (stream, tasks) = draw.choice([p for p in enumerate(program.order) if p[1][1]])
     tasks = list(tasks)
     a, b = draw.randrange(len(tasks)), draw.randrange(len(tasks))
     tasks[a], tasks[b] = tasks[b], tasks[a]
@@ -194,7 +194,7 @@ def fewer_slots(program, draw):
 
 def forget(program, draw):
     """An input that a task does not wait for, as it no longer names it."""
-    i = draw.choice([i for i, t in enumerate(program.tasks) if len(t.inputs) > 1])
+    i = draw.choice([i for i, t in enumerate(program.tasks) if t.inputs])
     gone = draw.choice(program.tasks[i].inputs)
     return with_task(program, i, inputs=without(program.tasks[i].inputs, gone))
 
@@ -202,6 +202,8 @@ def forget(program, draw):
 def drop(program, draw):
     """An end of a message less; what would be received is not used either."""
     ends = [i for i, t in enumerate(program.tasks) if t.kind in (SEND, RECEIVE)]
+    if not ends:
+        return program
     gone = draw.choice(ends)
     names = program.tasks[gone].outputs
     tasks = tuple(
@@ -214,6 +216,8 @@ def drop(program, draw):
 def other_message(program, draw):
     """An end of a message takes part in another one."""
     ends = [i for i, t in enumerate(program.tasks) if t.kind in (SEND, RECEIVE)]
+    if not ends:
+        return program
     a, b = draw.choice(ends), draw.choice(ends)
     return with_task(program, a, attributes=program.tasks[b].attributes)
 

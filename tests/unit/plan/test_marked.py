@@ -9,11 +9,11 @@ from micro_jobs import masked_plan
 from pipeline_jobs import Case, branches, layers, plan_of, tied
 from together import joined
 
-from mpiflow.plan.marked import Step, Walk
+from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.unroll import unroll
-from mpiflow.plan.verify_memory import Order
 from mpiflow.plan.waits import in_turn, waits_of
+from mpiflow.plan.walk import Order, Walk
 
 PLANS = {
     "handmade": handmade.sharded,

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from mutants import with_program
+from mutants import with_program, with_register
 from oracle import Fault
 from pipeline_jobs import Case, layers, plan_of
 from random_stages import edits, random_stages
@@ -66,10 +66,14 @@ def test_a_compiled_pipeline_is_right_by_every_interleaving():
 def test_too_much_in_flight_in_a_late_micro_batch_is_refused():
     """Not only the first micro-batches are looked at: a sequence need not go on as it began."""
     plan = random_stages(0, shapes=[(2, 9)])
-    program = plan.programs[-1]
-    assert {r.slots for r in program.registers if r.name in ("hin", "h")} == {1}
-    *early, late, last = range(program.micro_batches)
-    in_turn = tuple((segment, k) for k in early for segment in (0, 1))
-    changed = replace(program, sequence=(*in_turn, (0, late), (0, last), (1, late), (1, last)))
-    edited = with_program(plan, program, changed)
-    assert (judged(edited), verified(edited)) == ("wrong", "rejected")
+    program, top = plan.program("train"), dict(plan.arenas)["host.0"]
+    early = tuple(turn for k in range(1, 6) for turn in ((0, k), (1, k - 1)))
+    late = ((0, 6), (0, 7), (1, 5), (0, 8), (1, 6), (1, 7), (1, 8))
+    changed = with_register(program, "x", slots=9, offset=top)
+    assert {r.slots for r in changed.registers if r.name == "h"} == {2}
+    changed = replace(changed, sequence=((0, 0), *early, *late))
+    arenas = tuple((name, size + 36) for name, size in plan.arenas)
+    edited = replace(with_program(plan, program, changed), arenas=arenas)
+    assert judged(edited) == "wrong"
+    with pytest.raises(VerifyError, match=r"write register h of micro-batch 9 while .* still uses"):
+        verify(edited)
