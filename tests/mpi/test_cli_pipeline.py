@@ -53,6 +53,24 @@ def test_a_run_goes_on_from_stages_to_others_and_back(run, tmp_path, capsys):
         np.testing.assert_allclose(value, theirs[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.ranks(4)
+def test_a_run_goes_on_between_stages_of_different_ranks(run, tmp_path):
+    straight = run.train(1, "--steps", 20, out="straight")
+    run.train(4, "--steps", 5, "--mesh", "stage=2,data=3+1", "--micro-batches", 2, "--zero", 1)
+    run.train(1, "--steps", 10)
+    found = run.train(
+        3, "--steps", 20, "--mesh", "stage=2,model=1+2", "--micro-batches", 4, "--schedule", "gpipe"
+    )
+    assert [row["step"] for row in steps_of(found)] == list(range(1, 21))
+    assert relative(steps_of(found), steps_of(straight)) < 1e-5
+    for metric in ("loss", "accuracy", "hits"):
+        ends = (evaluations_of(rows)[-1:] for rows in (found, straight))
+        assert relative(*ends, metric) < 1e-5
+    ours, theirs = weights(tmp_path, "run"), weights(tmp_path, "straight")
+    for name, value in ours.items():
+        np.testing.assert_allclose(value, theirs[name], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("fault", "cause"),

@@ -9,7 +9,8 @@ from stage_mutants import MUTATIONS, stage_mutants
 from mpiflow.errors import VerifyError
 from mpiflow.plan import verify_calls
 from mpiflow.plan.calls import calls_of
-from mpiflow.plan.records import SEND
+from mpiflow.plan.records import RECEIVE, SEND
+from mpiflow.plan.store import dumps, loads
 from mpiflow.plan.verify import verify
 
 CASES = [
@@ -71,3 +72,59 @@ def test_calls_that_wait_for_an_answer_before_they_send_are_refused(plan, monkey
     hang = "would hang: stages wait for messages of one another\n  stage 0 waits for stage [12]: "
     with pytest.raises(VerifyError, match=hang):
         verify(plan)
+
+
+@pytest.fixture(scope="module")
+def unequal():
+    return plan_of(Case(tied, "stage=2,data=2+1,model=1+2", 2))
+
+
+def test_a_plan_of_unequal_stages_is_proven_and_comes_back_from_its_file(unequal):
+    verify(unequal)
+    assert loads(dumps(unequal)) == unequal
+
+
+def with_task(plan, kind, change, stage=0):
+    """The plan with the first task of a kind that a stage has in training changed."""
+    programs = []
+    for program in plan.programs:
+        tasks = list(program.tasks)
+        if (program.name, program.stage) == ("train", stage):
+            i = next(i for i, task in enumerate(tasks) if task.kind == kind)
+            tasks[i] = change(tasks[i])
+        programs.append(replace(program, tasks=tuple(tasks)))
+    return replace(plan, programs=tuple(programs))
+
+
+def with_attribute(name, value):
+    return lambda task: replace(task, attributes={**task.attributes, name: value})
+
+
+def without_ends(task):
+    kept = {name: task.attributes[name] for name in ("stage", "message")}
+    return replace(task, attributes=kept)
+
+
+@pytest.mark.parametrize("kind", [SEND, RECEIVE])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_attribute("mesh", "data=2,model=2"), "on mesh data=2,model=2, which is"),
+        (with_attribute("mesh", "data=1,model=1"), "on mesh data=1,model=1, which is"),
+        (with_attribute("layout", "B B S(1)"), "as B B S\\(1\\) on mesh"),
+        (without_ends, "as None on mesh None"),
+        (lambda task: replace(task, nbytes=task.nbytes + 8), "bytes"),
+        (with_attribute("stage", 0), "stage 0"),
+        (with_attribute("message", 99), "message (0|99)"),
+    ],
+)
+def test_a_wrong_end_piece_or_count_is_refused(unequal, kind, change, says):
+    with pytest.raises(VerifyError, match=says):
+        verify(with_task(unequal, kind, change))
+
+
+def test_between_equal_stages_no_pieces_are_named(plan):
+    with pytest.raises(VerifyError, match=r"takes stage 1 to hold .* as B on mesh data=2, which"):
+        verify(with_task(plan, SEND, lambda task: replace(
+            task, attributes={**task.attributes, "mesh": "data=2", "layout": "B"}
+        )))  # fmt: skip
