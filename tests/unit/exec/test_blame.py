@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from jobs import classifier_plan
@@ -11,32 +12,43 @@ from mpiflow.exec.beat import Beat, unpack
 from mpiflow.exec.blame import COMPUTING, HOST, LOST, READING, SILENT, WRITING, Court, Seen
 from mpiflow.exec.position import Position, Walk
 from mpiflow.plan import calls as calling
+from mpiflow.plan.pieces import pieces_of
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND
 from mpiflow.plan.unroll import unroll
 
 PIPELINE = Case(layers, "stage=2,data=2", 4, "gpipe", zero=1)
+UNEQUAL = Case(layers, "stage=2,data=2+1", 3)
+
+
+@cache
+def bound(case, rank):
+    """The plan of a rank's stage, its tensors, and the calls of a training step."""
+    whole = plan_for(case)
+    plan = whole.at_stage(whole.mesh.stage_of(rank)[0])
+    program = plan.program("train")
+    unrolled = unroll(program)
+    tensors = {**plan.tensors(program), **{r.name: r for r in unrolled.registers}}
+    order = calling.calls_of(unrolled, tensors)
+    return plan, tensors, order, Walk(order)
+
+
+def plan_for(case):
+    return classifier_plan(case) if isinstance(case, str) else plan_of(case)
 
 
 class Rank:
     """One rank that does the calls of a step, as far as the others let it."""
 
-    def __init__(self, plan, rank):
-        self.rank, mesh = rank, plan.mesh
-        self.stage, self.place = mesh.stage_of(rank)
-        self.plan, self.mesh = plan.at_stage(self.stage), mesh
-        program = self.plan.program("train")
-        unrolled = unroll(program)
-        tensors = {**self.plan.tensors(program), **{r.name: r for r in unrolled.registers}}
-        self.order = calling.calls_of(unrolled, tensors)
+    def __init__(self, case, rank):
+        self.rank, self.mesh = rank, plan_for(case).mesh
+        self.stage, self.place = self.mesh.stage_of(rank)
+        self.plan, self.tensors, self.order, self.walk = bound(case, rank)
         self.call, self.started = 0, set()
 
-    def key(self, task, rank):
+    def key(self, task):
         """What the ranks that take part in a task call it alike."""
-        if task.kind == SEND:
-            return rank, task.attributes["message"], task.micro
-        if task.kind == RECEIVE:
-            sender = self.mesh.rank_in_stage(task.attributes["stage"], self.place)
-            return sender, task.attributes["message"], task.micro
+        if task.kind in (SEND, RECEIVE):
+            return task.attributes["message"], task.micro
         return self.stage, task.name
 
     def advance(self, ranks, stuck):
@@ -45,10 +57,9 @@ class Rank:
             return False
         action, task = self.order[self.call]
         if action == calling.START:
-            self.started.add((self.key(task, self.rank), task.kind))
+            self.started.add((self.key(task), task.kind))
         if action == calling.WAIT and not all(
-            (self.key(task, self.rank), kind) in ranks[other].started
-            for other, kind in self.others(task)
+            (self.key(task), kind) in ranks[other].started for other, kind in self.others(task)
         ):
             return False
         self.call += 1
@@ -56,21 +67,23 @@ class Rank:
 
     def others(self, task):
         if task.kind in (SEND, RECEIVE):
-            other = self.mesh.rank_in_stage(task.attributes["stage"], self.place)
-            return [(other, RECEIVE if task.kind == SEND else SEND)]
+            stage, kind = task.attributes["stage"], RECEIVE if task.kind == SEND else SEND
+            (name,) = task.inputs or task.outputs
+            here = self.plan.slice(self.place, self.plan.program("train"))
+            pieces = pieces_of(task, self.tensors[name], here)
+            return [(self.mesh.rank_in_stage(stage, place), kind) for place, _ in pieces]
         members = self.plan.slice(self.place).members(task.axis)
         return [(self.mesh.rank_in_stage(self.stage, m), task.kind) for m in members]
 
     def beat(self):
-        walk = Walk(self.order)
         done = self.call == len(self.order)
-        position = Position(3) if done else walk.position(3, "train", 16, self.call)
+        position = Position(3) if done else self.walk.position(3, "train", 16, self.call)
         return Beat(self.rank, 9, position, 5, done, still=6.0)
 
 
-def stand(plan, culprit, call):
+def stand(case, culprit, call):
     """All ranks once nobody gets on, as `culprit` is stuck in a call."""
-    ranks = [Rank(plan, rank) for rank in range(plan.mesh.size)]
+    ranks = [Rank(case, rank) for rank in range(plan_for(case).mesh.size)]
     while any([r.advance(ranks, lambda rank, at: (rank, at) == (culprit, call)) for r in ranks]):
         pass
     assert ranks[culprit].call == call
@@ -82,17 +95,17 @@ def judge(plan, beats, **changes):
     return Court(plan).judge([replace(s, **changes.get(f"rank{s.rank}", {})) for s in seen])
 
 
-@pytest.mark.parametrize("plan", [classifier_plan("data=2,model=2"), plan_of(PIPELINE)],
-                         ids=["mesh", "pipeline"])  # fmt: skip
-def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is(plan):
+@pytest.mark.parametrize("case", ["data=2,model=2", PIPELINE, UNEQUAL], ids=str)
+def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is(case):
+    plan = plan_for(case)
     draw = random.Random(7)
     size = plan.mesh.size
     for _ in range(12):
         culprit = draw.randrange(size)
-        order = Rank(plan, culprit).order
+        order = Rank(case, culprit).order
         busy = [i for i, (action, _) in enumerate(order) if action in (calling.KERNEL, READ)]
         call = draw.choice(busy)
-        beats = [rank.beat() for rank in stand(plan, culprit, call)]
+        beats = [rank.beat() for rank in stand(case, culprit, call)]
         action, task = order[call]
         if action == READ:
             beats[culprit] = replace(beats[culprit], reading="rows-1.h5 row 7 for step 17")
@@ -109,11 +122,11 @@ def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is
 
 def test_the_sentence_names_rank_task_line_step_and_victims():
     plan = classifier_plan("data=4")
-    order = Rank(plan, 2).order
+    order = Rank("data=4", 2).order
     call = next(i for i, (a, t) in enumerate(order) if a == calling.KERNEL and "relu" in t.name)
     task = order[call][1]
-    text = judge(plan, [rank.beat() for rank in stand(plan, 2, call)]).text
-    beats = [rank.beat() for rank in stand(plan, 2, call)]
+    text = judge(plan, [rank.beat() for rank in stand("data=4", 2, call)]).text
+    beats = [rank.beat() for rank in stand("data=4", 2, call)]
     silent = judge(plan, beats, rank2={"silent": 8.0, "about": "whose process is stopped"})
     assert silent.text.startswith(
         "rank 2 (node), whose process is stopped, has been silent for 8 s;"
@@ -128,20 +141,21 @@ def test_the_sentence_names_rank_task_line_step_and_victims():
 
 
 @pytest.mark.parametrize(
-    ("plan", "kinds"),
-    [(classifier_plan("data=3"), ("collective",)), (plan_of(PIPELINE), (SEND, RECEIVE))],
-    ids=["collective", "message"],
+    ("case", "kinds"),
+    [("data=3", ("collective",)), (PIPELINE, (SEND, RECEIVE)), (UNEQUAL, (SEND, RECEIVE))],
+    ids=str,
 )
-def test_a_message_that_all_have_come_to_is_lost(plan, kinds):
+def test_a_message_that_all_have_come_to_is_lost(case, kinds):
     """Every end waits in a call that all others have begun."""
+    plan = plan_for(case)
     for culprit in range(plan.mesh.size):
-        order = Rank(plan, culprit).order
+        order = Rank(case, culprit).order
         waits = [
             i for i, (action, task) in enumerate(order)
             if action == calling.WAIT and task.kind in kinds
         ]  # fmt: skip
         for call in waits[:: max(len(waits) // 3, 1)]:
-            ranks = stand(plan, culprit, call)
+            ranks = stand(case, culprit, call)
             verdict = judge(plan, [rank.beat() for rank in ranks])
             assert verdict.kind == LOST, verdict.text
             assert "a message between them is lost" in verdict.text
