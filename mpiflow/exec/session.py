@@ -54,6 +54,12 @@ class _Running:
     calls: Iterator[Call]
     count: int
 
+    def call(self) -> int:
+        """Which of the calls of `Step` runs."""
+        place = max(self.count - length_hint(self.calls) - 1, 0)
+        observer = self.bound.observer
+        return observer.call(place) if observer else place
+
 
 def _plain_thread(name: str, function: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=function, name=name, daemon=True)
@@ -223,9 +229,11 @@ class Session:
             raise PlanError(f"program {program} reads data set {bound.program.data!r}: no reader")
         number = bound.fired % len(bound.steps)
         phase, observer = bound.steps[number], bound.observer
-        calls = iter(observer.begin(number, step) if observer else phase.calls)
+        given = observer.begin(number, step) if observer else phase.calls
+        calls = iter(given)
         self._runs += 1
-        self._running = _Running(bound, step, calls, len(phase.calls))
+        running = _Running(bound, step, calls, len(given))
+        self._running = running
         try:
             with self.device.quiet():
                 for call in calls:
@@ -233,7 +241,7 @@ class Session:
         except MpiflowError:
             raise
         except Exception as error:
-            task = phase.tasks[len(phase.calls) - length_hint(calls) - 1]
+            task = phase.tasks[running.call()]
             micro = f" micro-batch {task.micro + 1}," if task.phase % 2 else ""
             foreseen = isinstance(error, NotFinite)
             what = error if foreseen else f"{type(error).__name__}: {error}"
@@ -252,8 +260,8 @@ class Session:
         runs, running = self._runs, self._running
         if running is None:
             return Position(runs)
-        call = max(running.count - length_hint(running.calls) - 1, 0)
-        return running.bound.walk.position(runs, running.bound.program.name, running.step, call)
+        program = running.bound.program.name
+        return running.bound.walk.position(runs, program, running.step, running.call())
 
     def timed(self, program: str) -> list[tuple[Task, float]]:
         """Collective. One step of a program: its kernels in order, and the seconds of each."""

@@ -1,14 +1,15 @@
 """Trace: when each task of a step ran, of the steps that were asked for.
 
 A recorder knows the firings of a program before the first step, and each has a place of its own
-where its start and stop go. So recording one takes no lock, no look-up and no memory, and threads
-do not meet. A kernel that begins where the one before it ended needs one look at the clock.
+where its start and stop go, so that no lock is needed. Kernels that follow one another are marked
+in one loop, as each begins where the one before it ends: that costs one look at the clock for each,
+and a third of what a call around each kernel would.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import nan
 from typing import Any
 
@@ -24,7 +25,7 @@ Call = Callable[[], Any]
 class Recorder:
     """Start and stop of the firings of a program without loops, in the steps of a range (from 0).
 
-    `wrap` is for what runs on the thread of kernels, `began` and `ended` for what goes on beside
+    `segment` is for what runs on the thread of kernels, `began` and `ended` for what goes on beside
     them: in the step at work, or in one that is named, as reads run ahead.
     """
 
@@ -32,14 +33,11 @@ class Recorder:
         self, program: Program, steps: range, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.program, self.steps, self.clock = program, steps, clock
-        # A program may be part of a plan whose other tasks are on other ranks; all here are ours.
         self._kernels = [task for task in program.tasks if task.stream == COMPUTE]
         self._others = [task for task in program.tasks if task.stream != COMPUTE]
         self._slot = {t.name: i for kind in (self._kernels, self._others)
                       for i, t in enumerate(kind)}  # fmt: skip
-        self._starts = [nan] * len(self._kernels)
-        self._stops = [nan] * len(self._kernels)
-        self._follow: dict[int, int] = {}  # kernels that begin where another one ends
+        self._segments: list[tuple[np.ndarray, list[float]]] = []
         self._ran = np.full((len(steps), len(self._kernels), 2), nan)
         self._beside = np.full((len(steps), len(self._others), 2), nan)
         self._spans = np.full((len(steps), 2), nan)
@@ -59,29 +57,31 @@ class Recorder:
         """It is over: keep what its kernels took."""
         row = self._row
         self._spans[row, 1] = self.clock()
-        self._ran[row, :, 0] = self._starts
-        self._ran[row, :, 1] = self._stops
-        self._ran[row, list(self._follow), 0] = self._ran[row, list(self._follow.values()), 1]
+        for slots, marks in self._segments:
+            if marks:
+                times = np.array(marks)
+                self._ran[row, slots, 0], self._ran[row, slots, 1] = times[:-1], times[1:]
+                marks.clear()
         self._row = -1
         self.recorded = row + 1
 
-    def wrap(self, task: Task, call: Call, after: Task | None = None) -> Call:
-        """A kernel's call that records itself; `after` is one that ends where it begins."""
-        slot, starts, stops, clock = self._slot[task.name], self._starts, self._stops, self.clock
+    def marks(self, tasks: Sequence[Task]) -> list[float]:
+        """Where to put the times at which these kernels begin, and at which each of them ends."""
+        found: list[float] = []
+        self._segments.append((np.array([self._slot[task.name] for task in tasks]), found))
+        return found
 
-        def alone() -> None:
-            starts[slot] = clock()
-            call()
-            stops[slot] = clock()
+    def segment(self, calls: Sequence[Call], marks: list[float]) -> Call:
+        """A call that does the calls of kernels one after another, and marks their times."""
+        mark, clock = marks.append, self.clock
 
-        def next_one() -> None:
-            call()
-            stops[slot] = clock()
+        def marked() -> None:
+            mark(clock())
+            for call in calls:
+                call()
+                mark(clock())
 
-        if after is None:
-            return alone
-        self._follow[slot] = self._slot[after.name]
-        return next_one
+        return marked
 
     def began(self, task: Task, step: int | None = None) -> None:
         """What goes on beside kernels has begun."""

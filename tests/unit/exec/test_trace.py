@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from jobs import classifier_plan, on_ranks
+from jobs import classifier_plan, on_ranks, train
 
-from mpiflow.errors import DataError
+from mpiflow.errors import DataError, TaskError
 from mpiflow.exec.meter import COLLECTIVES, COPIES, INPUT, ITEMS, KERNELS, Meter
 from mpiflow.exec.trace import Recorder
+from mpiflow.ops.elementwise import Relu
 from mpiflow.plan import tracefile
-from mpiflow.plan.calls import KERNEL, calls_of
 from mpiflow.plan.differences import differences
 from mpiflow.plan.unroll import unroll
 
@@ -47,10 +47,9 @@ def test_kernels_are_kept_with_their_own_start_and_stop(program, clock):
     recorder = Recorder(program, range(4, 6), clock)
     first, second, third = kernels_of(program)[:3]
     calls = [
-        recorder.wrap(first, clock.spend(1)),
-        recorder.wrap(second, clock.spend(2), first),
+        recorder.segment([clock.spend(1), clock.spend(2)], recorder.marks([first, second])),
         clock.spend(8),
-        recorder.wrap(third, clock.spend(4)),
+        recorder.segment([clock.spend(4)], recorder.marks([third])),
     ]
     for step in (4, 5):
         recorder.begin(step)
@@ -94,7 +93,7 @@ def test_a_run_that_ends_early_keeps_the_steps_that_it_did(program, clock):
     assert len(recorder.taken(0, "host", "digest").times) == 3
 
 
-def test_recording_needs_as_many_looks_at_the_clock_as_kernels_have_ends(program):
+def test_recording_looks_at_the_clock_once_a_kernel(program):
     looks = []
 
     def clock():
@@ -102,16 +101,36 @@ def test_recording_needs_as_many_looks_at_the_clock_as_kernels_have_ends(program
         return float(len(looks))
 
     recorder = Recorder(program, range(1), clock)
-    calls, before = [], None
-    for action, task in calls_of(program, classifier_plan("data=2").tensors(program)):
-        if action == KERNEL:
-            calls.append(recorder.wrap(task, int, before))
-        before = task if action == KERNEL else None
+    tasks = kernels_of(program)
+    call = recorder.segment([int] * len(tasks), recorder.marks(tasks))
     recorder.begin(0)
     looks.clear()
-    for call in calls:
-        call()
-    assert len(calls) <= len(looks) < 1.5 * len(calls)
+    call()
+    assert len(looks) == len(tasks) + 1
+
+
+@pytest.mark.parametrize("steps", [range(0), range(2, 4), range(4, 6)])
+def test_a_kernel_that_fails_is_named_whether_it_is_recorded_or_not(monkeypatch, steps):
+    bind, calls = Relu.bind, []
+
+    def bind_with_fault(self, *arrays):
+        kernel = bind(self, *arrays)
+
+        def kernel_with_fault():
+            calls.append(None)
+            if len(calls) == 4:
+                raise FloatingPointError("planted")
+            kernel()
+
+        return kernel_with_fault
+
+    def work(session):
+        session.observe("train", Meter(), steps)
+        train(session, 6)
+
+    monkeypatch.setattr(Relu, "bind", bind_with_fault)
+    with pytest.raises(TaskError, match=r"step 4, task relu \(Relu\): FloatingPointError: planted"):
+        on_ranks(classifier_plan("data=1"), work)
 
 
 def test_the_items_of_a_step_add_up_to_its_median(clock):
