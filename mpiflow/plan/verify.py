@@ -4,11 +4,13 @@
     verify_layout      form: tensors and collectives
     verify_phases      form: loops over micro-batches
     verify_places      form: what lies where, copies, routes
-    verify_stages      form: pipeline stages; each is proven as a plan of its own, then all together
-    marked             proof: one step completes without buffering
-    verify_memory      proof: variables, aliases and shared bytes, by what happens before what
+    verify_stages      form: pipeline stages, and the messages between them
+    marked, walk       proof: a step comes to its end, whatever the timing; what is before what
+    verify_memory      proof: whatever is read is there
 
-Nothing here comes from the compiler: the plan's records alone are read.
+Form is what the proof takes for granted: names, layouts, sizes. Each stage is proven as a plan of
+its own, then all stages together. Nothing here comes from the compiler: only the plan's records are
+read.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ def check_phases(program: Program, context: str) -> None:
                 raise VerifyError(
                     f"{context}: stream {stream} fires {a} of a later phase before {b}"
                 )
-    _check_read_slots(program, context)
     _check_sequence(program, context)
 
 
@@ -126,22 +125,6 @@ def _check_output(
 
 def _is_part(register: Register, maker: Task) -> bool:
     return maker.phase % 2 == 1 and register.layout[0] != B
-
-
-def _check_read_slots(program: Program, context: str) -> None:
-    """What several loops use of a batch must all be there: the first loop needs it to its end."""
-    slots = {register.name: register.slots for register in program.registers}
-    for read in program.tasks:
-        if read.stream in AHEAD:
-            made = set(read.outputs)
-            used = {t.phase for t in program.tasks if not made.isdisjoint(t.inputs)}
-            for name in read.outputs:
-                if len(used) > 1 and slots[name] < program.micro_batches:
-                    raise VerifyError(
-                        f"{context}: {len(used)} loops use what {label(read)} gives, but {name} has"
-                        f" {slots[name]} slots for {program.micro_batches} micro-batches: the first"
-                        " would wait for ever"
-                    )
 
 
 def _check_sequence(program: Program, context: str) -> None:
