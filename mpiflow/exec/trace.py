@@ -37,7 +37,7 @@ class Recorder:
         self._others = [task for task in program.tasks if task.stream != COMPUTE]
         self._slot = {t.name: i for kind in (self._kernels, self._others)
                       for i, t in enumerate(kind)}  # fmt: skip
-        self._segments: list[tuple[np.ndarray, list[float]]] = []
+        self._segments: list[tuple[np.ndarray, np.ndarray, list[float]]] = []
         self._ran = np.full((len(steps), len(self._kernels), 2), nan)
         self._beside = np.full((len(steps), len(self._others), 2), nan)
         self._spans = np.full((len(steps), 2), nan)
@@ -57,18 +57,24 @@ class Recorder:
         """It is over: keep what its kernels took."""
         row = self._row
         self._spans[row, 1] = self.clock()
-        for slots, marks in self._segments:
+        for slots, places, marks in self._segments:
             if marks:
                 times = np.array(marks)
-                self._ran[row, slots, 0], self._ran[row, slots, 1] = times[:-1], times[1:]
+                self._ran[row, slots, 0] = times[places]
+                self._ran[row, slots, 1] = times[places + 1]
                 marks.clear()
         self._row = -1
         self.recorded = row + 1
 
     def marks(self, tasks: Sequence[Task]) -> list[float]:
-        """Where to put the times at which these kernels begin, and at which each of them ends."""
+        """Where to put the time at which the calls of these tasks begin, and when each has ended.
+
+        Of a task that has several calls, the first one is its kernel.
+        """
         found: list[float] = []
-        self._segments.append((np.array([self._slot[task.name] for task in tasks]), found))
+        first = {task.name: i for i, task in reversed(list(enumerate(tasks)))}
+        slots = np.array([self._slot[name] for name in first])
+        self._segments.append((slots, np.array(list(first.values())), found))
         return found
 
     def segment(self, calls: Sequence[Call], marks: list[float]) -> Call:

@@ -109,6 +109,17 @@ def test_recording_looks_at_the_clock_once_a_kernel(program):
     assert len(looks) == len(tasks) + 1
 
 
+def test_of_a_task_with_more_calls_the_first_is_its_kernel(program, clock):
+    first, second = kernels_of(program)[:2]
+    recorder = Recorder(program, range(1), clock)
+    marks = recorder.marks([first, first, second])
+    recorder.begin(0)
+    recorder.segment([clock.spend(1), clock.spend(16), clock.spend(2)], marks)()
+    recorder.end()
+    times = recorder.taken(0, "host", "digest").times[0, :2]
+    np.testing.assert_array_equal(times, [[100, 101], [117, 119]])
+
+
 @pytest.mark.parametrize("steps", [range(0), range(2, 4), range(4, 6)])
 def test_a_kernel_that_fails_is_named_whether_it_is_recorded_or_not(monkeypatch, steps):
     bind, calls = Relu.bind, []
