@@ -43,9 +43,9 @@ PREDICTIONS = 20
 FIRST = 3
 """How many times longer everything may take where a program runs for the first time."""
 _PERIOD = 0.25
-_BEATS_PER_SECOND = 2000
+_BEATS_PER_SECOND = 1000
 """How many a watcher can take in with a small part of a core."""
-_SILENT_BEATS = 8
+_SILENT_SECONDS, _SILENT_BEATS = 2.0, 4
 _STACK_SECONDS = 2.0
 _GRACE_SECONDS = 1.0
 _FRAMES = 2
@@ -139,7 +139,8 @@ class Watch:
     def silent(self, rank: int) -> float:
         """For how long a rank has not been heard, if that is too long."""
         silence = self._now - self._heard[rank]
-        return silence if silence > _SILENT_BEATS * self._period else 0.0
+        least = max(_SILENT_SECONDS, _SILENT_BEATS * self._period)
+        return silence if silence > least else 0.0
 
     def any_silent(self) -> bool:
         """Whether there is a rank that is silent."""
