@@ -255,7 +255,8 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                               help="go on from a checkpoint of a changed program"),
                     _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",
                               help="record when each task runs, in these steps (default: the 3rd to"
-                              " the 12th of this run); see `mpiflow trace`"))),
+                              " the 12th of this run; give it after the file, or with =); see"
+                              " `mpiflow trace`"))),
     (trace_commands.trace, (
         _argument("run", metavar="RUN", help="the run's folder, as run/digits"),
         _argument("-o", "--output", metavar="FILE.json", help="(default: RUN/trace.json)"),

@@ -27,6 +27,8 @@ def trace(options: Namespace) -> None:
     from mpiflow.plan import store, tracefile
     from mpiflow.plan.merge import merged, write_merged
 
+    if options.output and Path(options.output).is_dir():
+        raise UsageError(f"-o {options.output}: a folder; name the file in it")
     folder = Path(options.run)
     files = _chosen(options, tracefile.recorded_ranks(folder / tracefile.FOLDER))
     plan_file = folder / "plan.plan"

@@ -105,8 +105,9 @@ def file_name(rank: int) -> str:
 
 
 def recorded_ranks(folder: Path) -> dict[int, Path]:
-    """The files in a folder of traces, by rank."""
-    return {int(p.stem.removeprefix("rank-")): p for p in sorted(folder.glob("rank-*.npz"))}
+    """The files in a folder of traces, by rank. What is named otherwise is none."""
+    names = ((path, path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.npz"))
+    return dict(sorted((int(name), path) for path, name in names if name.isdecimal()))
 
 
 def load(path: Path) -> RankTrace:

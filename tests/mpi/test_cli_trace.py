@@ -82,6 +82,9 @@ def test_a_run_without_a_trace_and_ranks_without_one_are_usage_errors(tmp_path, 
     )
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace/rank-00003.npz").touch()
+    (tmp_path / "trace/rank-mine.npz").touch()
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path)]) == 2
+    assert "a folder; name the file in it" in capsys.readouterr().err
     assert main(["trace", str(tmp_path), "--ranks", "3:4"]) == 2
     assert "--ranks 3:4: rank 4 has no trace; those from 3 to 3 have" in capsys.readouterr().err
     assert main(["trace", str(tmp_path), "--ranks", "all"]) == 2
