@@ -51,9 +51,9 @@ CASES = [
     Case(branches, "stage=2,data=1+2,model=2+1", 4, "interleaved", 2, optimizer="sgd"),
     Case(weighted, "stage=2,data=4+2", 6, "gpipe", zero=1, optimizer="sgd", forced=12),
 ]  # fmt: skip
-"""Every schedule, every level of ZeRO, stages of different ranks.
+"""Every schedule, every level of ZeRO, stages of equal and of different ranks.
 
-Each of `forced` up to 10 or over 20 is one that a fault was found with.
+Each of `forced` between equal stages is one that a fault was found with.
 """
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.ranks(c.ranks), id=str(c)) for c in CASES]

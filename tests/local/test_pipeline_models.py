@@ -26,6 +26,10 @@ STAGED = [
     ("faces", "stage=2,data=2", 1, "1f1b", 0),
     ("widedeep", "stage=2,data=2", 4, "1f1b", 0),
     ("field", "stage=3", 6, "gpipe", 0),
+    ("digits", "stage=3,data=1+3+2", 7, "gpipe", 1),
+    ("gpt", "stage=2,data=1+2,model=2+1", 2, "interleaved", 0),
+    ("bert", "stage=3,data=1+2+1", 3, "1f1b", 0),
+    ("faces", "stage=2,data=1+2", 1, "1f1b", 0),
 ]
 """Tied embeddings, batch statistics, sampled classes, tables by rows; 2 to 6 ranks."""
 
