@@ -251,7 +251,7 @@ def run(options: Namespace) -> int:
     from the newest complete checkpoint in the run's folder, unless --fresh.
     """
     if options.job.endswith(".plan"):
-        refuse_beside_plan(options, *FORM)
+        refuse_beside_plan(options, *(name for name in FORM if name != "device"))
     refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")
@@ -265,6 +265,7 @@ def run(options: Namespace) -> int:
 
     transport = connect()
     with guard(transport) as failure:
+        from mpiflow.exec.device import open_device
         from mpiflow.plan import store
         from mpiflow.train import Options
         from mpiflow.train import run as train
@@ -273,6 +274,7 @@ def run(options: Namespace) -> int:
         text = transport.on_root(lambda: _plan_text(options, transport.size))
         made = store.loads(text.encode(), version=__version__)
         _load_user_ops(made, options)
+        open_device(_device_of(made, options.device), made.device)
         out = Path(options.out) if options.out else Path("run") / made.job
         code = train(
             made,
@@ -290,6 +292,21 @@ def run(options: Namespace) -> int:
             ),
         )
     return code
+
+
+def _device_of(made: Plan, device: str | None) -> str:
+    """The device to run a plan on: what was asked for, if the plan is for its kind."""
+    from mpiflow.compiler.routes import device_kind
+    from mpiflow.plan.places import HOST
+
+    if device is None:
+        return "cpu" if made.device == HOST else "cuda"
+    if device_kind(device) != made.device:
+        raise UsageError(
+            f"--device {device}: the plan is for device {made.device!r}; make one with"
+            f" `mpiflow plan --device {device}`"
+        )
+    return device
 
 
 def _load_user_ops(made: Plan, options: Namespace) -> None:

@@ -53,6 +53,8 @@ class Given:
     pipeline: Pipeline | None
     recompute: str | None
     memory: int
+    device: str = "cpu"
+    route: str | None = None
 
 
 def find_plans(
@@ -69,7 +71,7 @@ def find_plans(
     mesh = choose_mesh(given.ranks, given.mesh, machine)
     if mesh.by_stage:
         raise UsageError(f"--search looks at meshes whose stages are alike; {mesh} is not one")
-    machine_notes(machine, mesh)  # refuses more ranks than there are devices
+    machine_notes(machine, mesh, given.device)  # refuses more ranks than there are devices
     check_level(given.zero or 0)
     check_recompute(given.recompute)
     data = inspect_all(job, data_folder)
@@ -98,6 +100,8 @@ def find_plans(
             memory=memory,
             pipeline=candidate.pipeline,
             recompute=candidate.recompute,
+            device=given.device,
+            route=given.route,
             data=data,
         )
 
@@ -308,6 +312,8 @@ def given_by(options: Namespace, machine: Machine) -> Given:
         pipeline_of(options.schedule, options.virtual) if asked else None,
         options.recompute,
         machine.memory_bytes if options.memory is None else parse_memory(options.memory),
+        options.device or "cpu",
+        options.route,
     )
 
 
@@ -315,7 +321,7 @@ def command_of(options: Namespace, candidate: Candidate) -> str:
     """The command line that makes a candidate's plan."""
     words = ["mpiflow", "plan", options.job, "--ranks", str(candidate.mesh.size)]
     words += candidate.options
-    for name in ("cluster", "memory"):
+    for name in ("cluster", "device", "route", "memory"):
         if getattr(options, name) is not None:
             words += [f"--{name}", getattr(options, name)]
     for setting in options.set:

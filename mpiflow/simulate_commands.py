@@ -95,10 +95,11 @@ def _priced(options: Namespace) -> tuple[Plan, list[str]]:
         return made, []
     from mpiflow.compiler.machine import find_machine
     from mpiflow.compiler.reprice import repriced
+    from mpiflow.plan.places import HOST
     from mpiflow.planning import machine_notes
 
     machine = find_machine(options.cluster)
-    notes = machine_notes(machine, made.mesh)
+    notes = machine_notes(machine, made.mesh, "cpu" if made.device == HOST else "cuda")
     again = repriced(made, machine)
     return again, [
         *notes,

@@ -406,7 +406,7 @@ class _Loop:
             return
         *most, figures = zip(*everyone, strict=True)
         arena, process, sent = map(max, most)
-        last: dict[str, Any] = {"peak_bytes": {"host": arena}, "process_bytes": process}
+        last: dict[str, Any] = {"peak_bytes": {self.plan.device: arena}, "process_bytes": process}
         predicted: dict[str, Any] = {
             "peak_bytes": dict(self.plan.arenas),
             "process_bytes": self.plan.process_bytes,

@@ -18,6 +18,7 @@ from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.graph.sbp import parse
+from mpiflow.plan.places import ACCELERATOR, HOST
 from mpiflow.plan.records import DataSet, Field
 
 FEATURES, WIDTH, CLASSES, ROWS, TEST_ROWS = 6, 7, 5, 540, 133
@@ -75,22 +76,29 @@ def compile_for(
     zero=0,
     machine=None,
     pipeline=ONE_FORWARD_ONE_BACKWARD,
+    route="",
     **more,
 ):
     """The plan of a job whose two data sets have these rows."""
     batch = job.train.batch
     data = {"train": data_set("train", rows, batch, features)}
     data |= {name: data_set(name, test_rows, batch, features) for name in job.evaluations}
-    target = Target(parse_mesh(mesh), machine or find_machine("cpu"), zero=zero, pipeline=pipeline)
+    target = Target(
+        parse_mesh(mesh), machine or find_machine("cpu"), ACCELERATOR if route else HOST, route,
+        zero=zero, pipeline=pipeline,
+    )  # fmt: skip
     return compile_job(job, data, target, **more)
 
 
-def compile_arrays(mesh, job, arrays, zero=0, pipeline=ONE_FORWARD_ONE_BACKWARD):
+def compile_arrays(mesh, job, arrays, zero=0, pipeline=ONE_FORWARD_ONE_BACKWARD, route=""):
     """The plan of a job, without its evaluations, that trains on the rows of these arrays."""
     fields = tuple(Field(name, a.shape[1:], a.dtype.name) for name, a in arrays.items())
     rows = len(next(iter(arrays.values())))
     train = DataSet("train", "rows-*.h5", fields, (), rows, job.train.batch, False, 0, 4, 4, "")
-    target = Target(parse_mesh(mesh), find_machine("cpu"), zero=zero, pipeline=pipeline)
+    kind = ACCELERATOR if route else HOST
+    target = Target(
+        parse_mesh(mesh), find_machine("cpu"), kind, route, zero=zero, pipeline=pipeline
+    )
     return compile_job(replace(job, evaluate=None), {"train": train}, target)
 
 

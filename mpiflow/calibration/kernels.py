@@ -115,7 +115,7 @@ def process_base() -> int:
     for _ in range(3):
         session.timed("train")
     session.close()
-    return Cpu().process_bytes() - dict(plan.arenas)["host"]
+    return Cpu().process_bytes() - plan.arena()
 
 
 def opened(plan: Plan, steps: int) -> Session:

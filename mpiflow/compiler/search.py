@@ -50,7 +50,7 @@ class Planned:
     @property
     def nbytes(self) -> int:
         """The arena of the rank that holds most."""
-        return dict(self.plan.arenas)["host"]
+        return self.plan.arena()
 
 
 @dataclass(frozen=True, slots=True)

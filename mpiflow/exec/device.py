@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpiflow.errors import PlanError
+from mpiflow.errors import LaunchError, PlanError
+from mpiflow.plan.places import HOST
 
 _ALIGNMENT = 64
 """Bytes: a cache line."""
@@ -19,7 +20,7 @@ class Device(Protocol):
     """What the engine asks of the hardware of one rank."""
 
     kind: str
-    """The kind that a plan is made for: "host"."""
+    """The kind that a plan is made for, see `plan.places`."""
     xp: Any
     """The array module of kernels."""
 
@@ -73,3 +74,34 @@ class Cpu:
     def process_bytes(self) -> int:
         """The high-water mark of resident memory, as the kernel counts it (in KiB on Linux)."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def open_device(name: str, kind: str) -> Device:
+    """The device of that name (cpu, fake, cuda), for a plan of that kind.
+
+    LaunchError where this rank has none, or mpiflow cannot run such a plan.
+    """
+    if name == "cpu" and kind == HOST:
+        return Cpu()
+    if name == "cuda":
+        _find_gpu()
+    raise LaunchError(
+        f"the plan is for device {kind!r}; this mpiflow proves, prices and simulates such plans,"
+        " and runs only those for the host: make the plan with --device cpu"
+    )
+
+
+def _find_gpu() -> None:
+    """LaunchError, which says what was looked for, where there is no GPU that CuPy can use."""
+    wanted = "--device cuda needs the Python package cupy, and a GPU that it can use: "
+    instead = "; start the ranks where there is one, or make the plan with --device cpu"
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        raise LaunchError(f"{wanted}cupy cannot be imported ({error}){instead}") from error
+    if not cupy.cuda.is_available():
+        version = cupy.cuda.runtime.driverGetVersion()
+        raise LaunchError(
+            f"{wanted}cupy {cupy.__version__} is here and finds no GPU (version of the driver:"
+            f" {version or 'there is none'}){instead}"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpiflow.plan.peak import Peak, peak
+from mpiflow.plan.places import HOST, PINNED
 from mpiflow.plan.records import Plan
 from mpiflow.plan.text import size_text, table
 
@@ -29,6 +30,7 @@ def figures(plan: Plan) -> list[dict[str, Any]]:
         {
             "stage": stage,
             "arena_bytes": _arena(at),
+            **_pinned_figure(plan, stage),
             "classes": dict(at.classes),
             "program": at.program,
             "task": at.task,
@@ -68,6 +70,11 @@ def _arena(at: Peak) -> int:
     return sum(nbytes for _, nbytes in at.classes)
 
 
+def _pinned_figure(plan: Plan, stage: int) -> dict[str, int]:
+    """The pinned memory of a stage, in plans that have any."""
+    return {"pinned_bytes": plan.at_stage(stage).arena(PINNED)} if plan.device != HOST else {}
+
+
 def _classes(plan: Plan, every: Sequence[Peak]) -> list[str]:
     """A table of classes; those that are empty everywhere are left out."""
     held = [dict(at.classes) for at in every]
@@ -77,6 +84,10 @@ def _classes(plan: Plan, every: Sequence[Peak]) -> list[str]:
         [size_text(_arena(at)), *(size_text(classes[kind]) for kind in kinds)]
         for at, classes in zip(every, held, strict=True)
     ]
+    if plan.device != HOST:
+        heads.append(">pinned")
+        sizes = (size_text(stage.arena(PINNED)) for stage in plan.stages())
+        rows = [[*row, size] for row, size in zip(rows, sizes, strict=True)]
     if plan.mesh.stages > 1:
         heads, rows = [">stage", *heads], [[str(i), *row] for i, row in enumerate(rows)]
     return ["memory of a rank, at the fullest moment", *table(rows, heads)]

@@ -18,8 +18,8 @@ from math import inf
 
 from mpiflow.errors import PlanError
 from mpiflow.plan.marked import Step
-from mpiflow.plan.places import AHEAD
-from mpiflow.plan.records import WRITE, Plan, Task
+from mpiflow.plan.places import AHEAD, FEED
+from mpiflow.plan.records import READ, WRITE, Plan, Task
 from mpiflow.plan.runs import Lane, Run, Runs, runs_of, stops_within
 from mpiflow.plan.walk import Walk
 
@@ -209,7 +209,8 @@ class _Clock:
 
     def __init__(self, runs: Runs, seconds: list[tuple[float, ...]], overlap: bool) -> None:
         self.runs, self.seconds, self.overlap = runs, seconds, overlap
-        self.kinds = [stream_kind(stream) for _, stream in runs.streams]
+        # Who waits for a copy of what is read waits for input.
+        self.kinds = [READ if stream == FEED else stream_kind(stream) for _, stream in runs.streams]
         self.ahead = [stream in AHEAD for _, stream in runs.streams]
         self.pending: dict[int, float] = {}  # collectives and when they could start, in order
         self.starts: list[list[float]] = []  # of each step, of each run

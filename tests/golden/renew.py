@@ -1,6 +1,7 @@
-"""Write the golden plan anew: python tests/golden/renew.py, then look at `git diff`.
+"""Write the golden plans anew: python tests/golden/renew.py, then look at `git diff`.
 
-The golden plan is that of declared.py for two ranks, as JSON with a line for each record. A change
+They are those of declared.py for two ranks, on CPUs and on accelerators whose ranks reach one
+another in different ways, as JSON with a line for each record. A change
 that means to leave plans alone leaves this file alone; one that does not shows here what it does.
 """
 
@@ -10,7 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TARGET = HERE / "digits-2.json"
+TARGETS = {
+    "digits-2.json": {},
+    "digits-2-staged.json": {"device": "fake"},
+    "digits-2-nccl.json": {"device": "cuda", "route": "nccl"},
+}
 sys.path.insert(0, str(HERE.parent.parent))
 
 from mpiflow.graph.mesh import parse_mesh  # noqa: E402
@@ -18,14 +23,14 @@ from mpiflow.plan.store import to_json  # noqa: E402
 from mpiflow.planning import make_plan  # noqa: E402
 
 
-def golden_text() -> str:
-    """The plan's JSON; the versions of mpiflow and NumPy are left out."""
+def golden_text(options) -> str:
+    """The JSON of the plan with these options; the versions of mpiflow and NumPy are left out."""
     sys.path.insert(0, str(HERE))
     try:
         import declared
     finally:
         sys.path.remove(str(HERE))
-    plan = make_plan(declared.job(), HERE, parse_mesh("data=2"), HERE)
+    plan = make_plan(declared.job(), HERE, parse_mesh("data=2"), HERE, **options)
     return _lines(to_json(replace(plan, version="*", numpy="*"))) + "\n"
 
 
@@ -42,4 +47,5 @@ def _lines(value, indent=""):
 
 
 if __name__ == "__main__":
-    TARGET.write_text(golden_text())
+    for name, options in TARGETS.items():
+        (HERE / name).write_text(golden_text(options))
