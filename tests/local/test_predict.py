@@ -88,7 +88,16 @@ def predicted(plan, folder, **more):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    "mesh", ["data=1", "data=3", "model=2", "data=2,model=2", "stage=2", "stage=2,data=2"]
+    "mesh",
+    [
+        "data=1",
+        "data=3",
+        "model=2",
+        "data=2,model=2",
+        "stage=2",
+        "stage=2,data=2",
+        "stage=2,data=2+1",
+    ],
 )
 def test_rows_are_in_order_on_any_ranks(folder, mesh):
     found = predicted(planned(folder, mesh), folder)
