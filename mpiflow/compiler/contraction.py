@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpiflow.compiler.deadends import DeadEnds
-from mpiflow.compiler.tables import Costs, Indices
+from mpiflow.compiler.tables import Costs, Indices, without_least
 
 _FEW = 2
 """Neighbours of a variable that is replaced: what is left has pairs and no larger tables."""
@@ -153,17 +153,14 @@ class Contraction:
     def _best(self, unary: int, *pairs: int) -> tuple[Indices, int, float]:
         """A variable's best choice by those of its neighbours, and what it costs.
 
-        That is the number of a table, and the least of all, which is not in the table: so what is
-        small is not rounded as what is large elsewhere, and layers stay alike though costs add up.
+        That is the number of a table, and the least of all, which is not in the table.
         """
         joint = self._tables[unary]
         for number in pairs:
             table = self._tables[number]
             joint = joint[..., None] + table.reshape(len(table), *[1] * (joint.ndim - 1), -1)
-        rest = joint.min(0)
-        least = float(rest.min())
-        least = least if least < np.inf else 0.0
-        return joint.argmin(0), self._tables.number(rest - least), least
+        rest, least = without_least(joint.min(0))
+        return joint.argmin(0), self._tables.number(rest), least
 
     def _add(self, variable: int, number: int) -> None:
         self._unary[variable] = self._tables.sum(self._unary[variable], number)

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiflow.compiler.bounds import Bounds, bounds
 from mpiflow.compiler.contraction import Contraction
-from mpiflow.compiler.tables import Costs, Indices, Pair, Table, Tables, numbered
+from mpiflow.compiler.tables import Costs, Indices, Pair, Table, Tables, numbered, without_least
 from mpiflow.errors import CompileError
 
 Pairs = dict[Pair, Table]
@@ -157,7 +157,7 @@ class _Elimination:
         self.tables, self.sizes = costs.tables, costs.sizes()
         self.touching: list[dict[_Factor, None]] = [{} for _ in costs.unary]
         self.total = 0.0
-        self._joined: dict[tuple[_Spread, ...], tuple[Indices, int]] = {}
+        self._joined: dict[tuple[_Spread, ...], tuple[Indices, int, float]] = {}
         for variable, number in enumerate(costs.unary):
             self._add((variable,), number)
         for pair, number in costs.pairs.items():
@@ -190,9 +190,11 @@ class _Elimination:
         key = tuple((f.number, tuple(place[v] for v in f.scope)) for f in factors)
         if key not in self._joined:
             joint = _joint(self.tables, key, [self.sizes[v] for v in place])
-            self._joined[key] = joint.argmin(-1), self.tables.add(joint.min(-1))
-        best, rest = self._joined[key]
-        self._add(tuple(around), rest)
+            rest, least = without_least(joint.min(-1))
+            self._joined[key] = joint.argmin(-1), self.tables.number(rest), least
+        best, number, least = self._joined[key]
+        self.total += least
+        self._add(tuple(around), number)
         return tuple(around), best
 
 

@@ -19,6 +19,7 @@ from mpiflow.compiler.cost import op_seconds
 from mpiflow.compiler.domains import Choice, Domains
 from mpiflow.compiler.elimination import Pairs, Solution, minimise
 from mpiflow.compiler.fit import Limit, cheapest_within
+from mpiflow.compiler.garbage import no_collection
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.owners import (
@@ -128,6 +129,7 @@ class Problem:
         return Placed(self.graph, nodes, sources, best.total, best.lower, self, best.choice)
 
 
+@no_collection()
 def choose(
     graph: Graph,
     mesh: Mesh,

@@ -35,13 +35,9 @@ class Tables:
         """The number of a table: that of an equal one, where there is one."""
         key = table.shape, table.tobytes()
         if key not in self._numbers:
-            self._numbers[key] = self.add(table)
+            self._numbers[key] = len(self._tables)
+            self._tables.append(table)
         return self._numbers[key]
-
-    def add(self, table: Table) -> int:
-        """A number for a table that is not compared with others."""
-        self._tables.append(table)
-        return len(self._tables) - 1
 
     def taken(self, number: int, dim: int, kept: tuple[int, ...]) -> int:
         """The number of a table with some of the choices of a dim only."""
@@ -107,3 +103,14 @@ def numbered(unary: list[Table], pairs: dict[Pair, Table]) -> Costs:
     return Costs(
         tables, costs, {p: tables.number(np.asarray(pairs[p], np.float64)) for p in sorted(pairs)}
     )
+
+
+def without_least(table: Table) -> tuple[Table, float]:
+    """A table above its least entry, and that, which is 0 where all are infinite.
+
+    Costs add up along a graph. Without what all choices have in common, what is small is not
+    rounded as what is large elsewhere, and the layers of a network stay alike.
+    """
+    least = float(table.min())
+    least = least if least < np.inf else 0.0
+    return np.asarray(table - least), least
