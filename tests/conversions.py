@@ -17,6 +17,8 @@ from mpiflow.compiler.schedule import schedule
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder
 from mpiflow.exec.device import Cpu
+from mpiflow.exec.engine import Engine
+from mpiflow.exec.segments import InlineStream
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, P, Partial, S, layout_text
 from mpiflow.ops import Fill
@@ -106,19 +108,28 @@ def execute(transport, groups, case):
     arena = Arena(Cpu(), dict(plan.arenas)["host"])
     arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
     rank = plan.slice(transport.rank, program)
-    binder = Binder(program, plan.tensors(program), rank, plan.mesh, arena, groups, lambda: None)
-    views = binder.views(0)
-    step = binder.step(0, lambda _: None, lambda: None)
+    binder = Binder(program, plan.tensors(program), rank, plan.mesh, arena, groups, lambda _: None,
+                    polled=transport.polled)  # fmt: skip
+    views, found = binder.views(0), {}
+
+    class Conversions(InlineStream):
+        """Puts in what is converted, and takes out what that gives."""
+
+        def submit(self, segment):
+            for task, call in zip(segment.tasks, segment.calls, strict=True):
+                if task.name.startswith("use"):
+                    found[task.inputs[0]] = views[task.inputs[0]].copy()
+                elif task.name.startswith("make"):
+                    where = rank.mesh.coordinates(transport.rank, task.micro)
+                    np.copyto(views[task.outputs[0]], case.held[where])
+                elif not task.name.startswith("scalar"):
+                    call()
+            self.done += 1
+
+    step = binder.step(0)
+    step.kernels.use(Conversions())
     before = sum(group.sent for group in groups.values())
-    found = {}
-    for task, call in zip(step.tasks, step.calls, strict=True):
-        if task.name.startswith("use"):
-            found[task.inputs[0]] = views[task.inputs[0]].copy()
-        elif task.name.startswith("make"):
-            where = rank.mesh.coordinates(transport.rank, task.micro)
-            np.copyto(views[task.outputs[0]], case.held[where])
-        elif not task.name.startswith("scalar"):
-            call()
+    Engine(transport).run(step.lanes, program.name, 0)
     return found, sum(group.sent for group in groups.values()) - before
 
 

@@ -146,6 +146,38 @@ def readers_of(plan):
             for i, d in enumerate(plan.data)}  # fmt: skip
 
 
+def plant(session, program, op, turn):
+    """Let the kernels of an op fail in their run `turn`, counted from now."""
+    runs = iter(range(turn, -1, -1))
+
+    def fail():
+        if next(runs) == 1:
+            raise TypeError("planted")
+
+    look(session, program, op, fail)
+
+
+def look(session, program, op, function):
+    """Call a function before each kernel of an op, on the thread of kernels."""
+
+    def both(call):
+        def work():
+            function()
+            call()
+
+        return work
+
+    for step in session._programs[program].steps:
+        lane = step.kernels
+        lane.segments = tuple(
+            replace(segment, calls=tuple(
+                both(call) if task.op == op else call
+                for task, call in zip(segment.tasks, segment.calls, strict=True)
+            ))
+            for segment in lane.segments
+        )  # fmt: skip
+
+
 def on_ranks(plan, work, readers=None):
     """What `work(session)` gives on each rank, with the first failure raised."""
     readers = readers or readers_of(plan)

@@ -1,8 +1,7 @@
 """Bind: from a program to ready-made calls on arrays that exist.
 
-What a step does on one rank is a list of calls in a fixed order, see `plan.calls`. Nothing is
-looked up while a step runs. Loops over micro-batches are written out: each firing is a call of its
-own.
+What a step does on one rank is a lane for each stream, see `exec.engine`. Nothing is looked up
+while a step runs. Loops over micro-batches are written out: each firing is a call of its own.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import numpy as np
 from mpiflow.errors import PlanError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.collective import bind_collective, bind_message
+from mpiflow.exec.engine import KernelLane, Lane, MessageLane, ReadLane
+from mpiflow.exec.segments import Call, Segment
 from mpiflow.exec.transport import Group, Message
 from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
-from mpiflow.plan import calls as calling
-from mpiflow.plan.records import RECEIVE, SEND, Program, Register, Task
+from mpiflow.plan.handshakes import Item, items_of
+from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
-
-Call = Callable[[], Any]
 
 
 def _giving_nothing(call: Call) -> None:
@@ -64,16 +63,26 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The calls of one step for one phase of the slots; `tasks` names the task of each."""
+    """The streams of one step for one phase of the slots."""
 
-    calls: tuple[Call, ...]
-    tasks: tuple[Task, ...]
+    lanes: tuple[Lane, ...]
+
+    @property
+    def kernels(self) -> KernelLane | None:
+        """That of compute, if it has any."""
+        return next((lane for lane in self.lanes if isinstance(lane, KernelLane)), None)
+
+    @property
+    def reads(self) -> ReadLane | None:
+        """That of what is read, if anything is."""
+        return next((lane for lane in self.lanes if isinstance(lane, ReadLane)), None)
 
 
 class Binder:
-    """Makes the calls of one program on one rank.
+    """Makes the lanes of one program on one rank.
 
     `rank` is the plan seen from it, on the mesh of the program; `whole` is that of all stages.
+    `give_back` is called when a stream no longer needs what was read for a micro-batch.
     """
 
     def __init__(
@@ -84,19 +93,34 @@ class Binder:
         whole: Mesh,
         arena: Arena,
         groups: dict[str, Group],
-        check: Callable[[], None],
+        give_back: Callable[[int], None],
+        *,
+        polled: bool = True,
     ) -> None:
         self.program = unroll(program)
         self.registers = {**registers, **{r.name: r for r in self.program.registers}}
         self.rank, self.whole, self.arena = rank, whole, arena
-        self.groups, self.check = groups, check
+        self.groups, self.give_back, self.polled = groups, give_back, polled
         self.boxes = {name: rank.box(register) for name, register in self.registers.items()}
         slots = {r.slots for r in program.registers if not r.rewound} - {1}
         if len(slots) > 1:
             raise PlanError(f"program {program.name} has registers of different slot counts")
         turns = program.micro_batches
         self.phases = lcm(turns, *slots) // turns
-        self.order = calling.calls_of(self.program, self.registers)
+        self.items = items_of(self.program, self.registers)
+        self.reads = [task for task in self.program.tasks if task.stream == READ]
+        self.last_uses = _last_uses(self.program, self.reads)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether there is anything but kernels and reads."""
+        return not self.items.keys() <= {COMPUTE, READ}
+
+    @property
+    def users(self) -> list[int]:
+        """Of each read, how many streams use what it gives."""
+        numbers = [k for found in self.last_uses.values() for k in found]
+        return [numbers.count(k) for k in range(len(self.reads))]
 
     def views(self, phase: int) -> dict[str, np.ndarray]:
         """An array for every register and variable, in the slot of this phase."""
@@ -113,25 +137,39 @@ class Binder:
         steps = 0 if register.rewound else phase * self.program.micro_batches
         return (steps + register.micro) % register.slots
 
-    def step(self, phase: int, wait_read: Callable[[int], None], give_back: Call) -> Step:
-        """The calls of a step in this phase; `wait_read` is told the micro-batch to wait for."""
+    def step(self, phase: int) -> Step:
+        """The lanes of a step in this phase."""
         views = self.views(phase)
-        messages: dict[str, Message] = {}
+        lanes = {stream: self._lane(stream, items, views) for stream, items in self.items.items()}
+        for lane in lanes.values():
+            lane.tie(lanes)
+        return Step(tuple(lanes.values()))
+
+    def _lane(self, stream: str, items: tuple[Item, ...], views: dict[str, np.ndarray]) -> Lane:
+        if stream == READ:
+            return ReadLane(stream, items)
+        if stream == COMPUTE:
+            segments = tuple(self._segment(item, views) for item in items)
+            return KernelLane(stream, items, segments)
+        tasks = [item.tasks[0] for item in items]
+        messages = tuple(self._message(task, views) for task in tasks)
+        after = tuple(self._after(task) for task in tasks)
+        return MessageLane(stream, items, messages, after, polled=self.polled)
+
+    def _segment(self, item: Item, views: dict[str, np.ndarray]) -> Segment:
+        """Its kernels; where one is the last to use what was read, the slot is given back."""
         calls: list[Call] = []
-        for action, task in self.order:
-            match action:
-                case calling.KERNEL:
-                    calls.append(self.kernel(task, views))
-                case calling.START:
-                    messages[task.name] = message = self._message(task, views)
-                    calls.append(message.start)
-                case calling.WAIT:
-                    calls.append(partial(messages.pop(task.name).wait, self.check))
-                case calling.FREE:
-                    calls.append(give_back)
-                case _:
-                    calls.append(partial(wait_read, task.micro))
-        return Step(tuple(calls), tuple(task for _, task in self.order))
+        tasks: list[Task] = []
+        for task in item.tasks:
+            call = self.kernel(task, views)
+            after = self._after(task)
+            calls += [call, *after]
+            tasks += [task] * (1 + len(after))
+        return Segment(tuple(calls), tuple(tasks), item.awaited)
+
+    def _after(self, task: Task) -> tuple[Call, ...]:
+        """What follows a task: its stream gives back what no other task of it uses."""
+        return tuple(partial(self.give_back, k) for k in self.last_uses.get(task.name, ()))
 
     def _message(self, task: Task, views: dict[str, np.ndarray]) -> Message:
         if task.kind in (SEND, RECEIVE):
@@ -160,3 +198,17 @@ class Binder:
 
     def _start(self, name: str) -> tuple[int, ...]:
         return tuple(start for start, _ in self.boxes[name])
+
+
+def _last_uses(program: Program, reads: list[Task]) -> dict[str, list[int]]:
+    """By task: of which reads it is the last on its stream to use what they give."""
+    number = {name: k for k, read in enumerate(reads) for name in read.outputs}
+    last: dict[tuple[str, int], str] = {}
+    for stream, order in program.order:
+        for task in (program.tasks[i] for i in order if stream not in (READ, WRITE)):
+            for name in number.keys() & set(task.inputs):
+                last[stream, number[name]] = task.name
+    found: dict[str, list[int]] = {}
+    for (_, k), name in sorted(last.items()):
+        found.setdefault(name, []).append(k)
+    return found

@@ -28,13 +28,13 @@ Copy = tuple[np.ndarray, np.ndarray]
 
 
 class Collective:
-    """One collective of one rank; `start` it, then `wait` for it."""
+    """One collective of one rank; `start` it, then `test` until it is over."""
 
     __slots__ = ("_after", "_before", "_request", "_start")
 
     def __init__(self, start: Callable[[], Request], before: list[Copy], after: list[Copy]) -> None:
         self._start, self._before, self._after = start, before, after
-        self._request: Request | None = None
+        self._request: Request
 
     def start(self) -> None:
         """Pack and begin."""
@@ -42,13 +42,13 @@ class Collective:
             np.copyto(target, source)
         self._request = self._start()
 
-    def wait(self, check: Callable[[], None] | None) -> None:
-        """Until it is over and unpacked."""
-        assert self._request is not None
-        self._request.wait(check)
-        self._request = None
+    def test(self) -> bool:
+        """Make progress; whether it is over and unpacked."""
+        if not self._request.test():
+            return False
         for target, source in self._after:
             np.copyto(target, source)
+        return True
 
 
 class Pieces:
@@ -64,10 +64,11 @@ class Pieces:
         """Begin all of them."""
         self._requests = [start() for start in self._starts]
 
-    def wait(self, check: Callable[[], None] | None) -> None:
-        """Until all are over."""
-        for request in self._requests:
-            request.wait(check)
+    def test(self) -> bool:
+        """Make progress; whether all are over."""
+        while self._requests and self._requests[-1].test():
+            self._requests.pop()
+        return not self._requests
 
 
 def bind_message(

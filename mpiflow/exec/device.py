@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import resource
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpiflow.errors import LaunchError, PlanError
+from mpiflow.exec.segments import HostStream, Stream
 from mpiflow.plan.places import HOST
 
 _ALIGNMENT = 64
@@ -29,6 +31,12 @@ class Device(Protocol):
 
     def dtype(self, name: str) -> Any:
         """The array module's dtype of that name."""
+
+    def stream(self, name: str, wake: Callable[[], None]) -> Stream:
+        """What runs kernels beside the thread that submits them; see `exec.segments`.
+
+        `wake` is called after each segment that somebody waits for, on any thread.
+        """
 
     def quiet(self) -> AbstractContextManager[Any]:
         """While it lasts, kernels that overflow or divide by zero give inf and nan in silence."""
@@ -66,6 +74,10 @@ class Cpu:
                     " pip install 'mpiflow[bfloat16]'"
                 ) from None
         return np.dtype(name)
+
+    def stream(self, name: str, wake: Callable[[], None]) -> HostStream:
+        """A thread."""
+        return HostStream(name, self.quiet, wake)
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Without NumPy's warnings."""

@@ -2,50 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from mpiflow.exec.bind import Step
-from mpiflow.plan import calls as calling
-from mpiflow.plan.records import READ, Task
+from mpiflow.exec.engine import KernelLane
+from mpiflow.exec.segments import Call, Segment
+from mpiflow.plan.records import Task
 from mpiflow.plan.unroll import folded
 
 Views = dict[str, np.ndarray]
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
-_AFTER = (calling.KERNEL, calling.WAIT, READ)
-"""The calls after which a task's outputs are there."""
 
 
 class NotFinite(ArithmeticError):
     """A task made nan or infinity; says in which tensor, and how many."""
 
 
-def checked(step: Step, order: calling.Calls, views: Views) -> Step:
-    """The same calls, each of which raises NotFinite if its task's outputs are not finite."""
+def check_step(step: Step, views: Views) -> None:
+    """Let every task of the step raise NotFinite if its outputs are not finite."""
+    for lane in step.lanes:
+        if isinstance(lane, KernelLane):
+            lane.segments = tuple(_checked(segment, views) for segment in lane.segments)
+            continue
+        for number, item in enumerate(lane.items):
+            (task,) = item.tasks
+            if _has_floats(task, views):
+                lane.after[number] = (_look(task, views), *lane.after[number])
+
+
+def _checked(segment: Segment, views: Views) -> Segment:
+    """The same kernels, each with a look at what it made."""
     calls = tuple(
-        _checked(call, task, views) if action in _AFTER and _has_floats(task, views) else call
-        for call, (action, task) in zip(step.calls, order, strict=True)
+        _call_and_look(call, _look(task, views)) if _has_floats(task, views) else call
+        for task, call in zip(segment.tasks, segment.calls, strict=True)
     )
-    return Step(calls, step.tasks)
+    return replace(segment, calls=calls)
+
+
+def _call_and_look(call: Call, look: Call) -> Call:
+    def both() -> None:
+        call()
+        look()
+
+    return both
 
 
 def _has_floats(task: Task, views: Views) -> bool:
     return any(views[name].dtype.name in _FLOATS for name in task.outputs)
 
 
-def _checked(call: Callable[[], Any], task: Task, views: Views) -> Callable[[], Any]:
+def _look(task: Task, views: Views) -> Call:
     arrays = [(n, views[n]) for n in task.outputs if views[n].dtype.name in _FLOATS]
 
-    def call_and_look() -> Any:
-        result = call()
+    def look() -> None:
         for name, array in arrays:
             if not np.isfinite(array).all():
                 raise NotFinite(_found(task, name, array, views))
-        return result
 
-    return call_and_look
+    return look
 
 
 def _found(task: Task, name: str, array: np.ndarray, views: Views) -> str:

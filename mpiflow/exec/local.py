@@ -26,6 +26,7 @@ class Meeting(Request):
         self.items: list[Any] = [None] * size
         self.missing = size
         self.done = threading.Event()
+        self.wakes: list[Callable[[], None]] = []
         self._world = world
 
     def test(self) -> bool:
@@ -41,6 +42,12 @@ class Meeting(Request):
                 check()
         self._world.raise_if_failed()
 
+    def end(self) -> None:
+        """Wake all who wait for it."""
+        self.done.set()
+        for wake in self.wakes:
+            wake()
+
 
 class LocalWorld:
     """The ranks of one process, with a transport for each."""
@@ -53,18 +60,29 @@ class LocalWorld:
         self._failed = False
 
     def meet(
-        self, key: Hashable, size: int, index: int, item: Any, finish: Callable[[list[Any]], None]
+        self,
+        key: Hashable,
+        size: int,
+        index: int,
+        item: Any,
+        finish: Callable[[list[Any]], None],
+        wake: Callable[[], None] | None = None,
     ) -> Meeting:
-        """Bring `item` to the meeting `key`; the last of `size` members calls `finish`."""
+        """Bring `item` to the meeting `key`; the last of `size` members calls `finish`.
+
+        `wake` is called when the meeting is done, or will never be.
+        """
         with self._lock:
             self.raise_if_failed()
             meeting = self._meetings.setdefault(key, Meeting(self, size))
             meeting.items[index] = item
+            if wake is not None:
+                meeting.wakes.append(wake)
             meeting.missing -= 1
             if not meeting.missing:
                 finish(meeting.items)
                 del self._meetings[key]
-                meeting.done.set()
+                meeting.end()
         return meeting
 
     def fail(self) -> None:
@@ -72,7 +90,7 @@ class LocalWorld:
         with self._lock:
             self._failed = True
             for meeting in self._meetings.values():
-                meeting.done.set()
+                meeting.end()
 
     def raise_if_failed(self) -> None:
         """Raise Aborted once any rank failed."""
@@ -82,6 +100,8 @@ class LocalWorld:
 
 class LocalTransport(Transport):
     """One rank of a LocalWorld."""
+
+    polled = False
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(rank, world.size)
@@ -98,7 +118,7 @@ class LocalTransport(Transport):
                     f"rank {self.rank} makes group {label} {members}, rank {member} {theirs[1]} "
                     f"{theirs[0]}; the plans of the ranks differ"
                 )
-        return LocalGroup(self._world, members, label, self.rank, self._sequence)
+        return LocalGroup(self, self._world, members, label, self._sequence)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Collective. The data of rank 0."""
@@ -142,10 +162,15 @@ class LocalGroup(Group):
     """A group whose collectives the member that comes last computes for all, in rank order."""
 
     def __init__(
-        self, world: LocalWorld, members: tuple[int, ...], label: str, rank: int, made: int
+        self,
+        transport: LocalTransport,
+        world: LocalWorld,
+        members: tuple[int, ...],
+        label: str,
+        made: int,
     ) -> None:
-        super().__init__(label, len(members), members.index(rank))
-        self._world = world
+        super().__init__(label, len(members), members.index(transport.rank))
+        self._transport, self._world = transport, world
         self._members = members
         self._made = made
         self._sequence = 0
@@ -160,7 +185,8 @@ class LocalGroup(Group):
             return self._meet_peer(call)
         self._sequence += 1
         key = (self._made, self._members, self._sequence)
-        return self._world.meet(key, self.size, self.index, call, self._finish)
+        wake = self._transport.wake
+        return self._world.meet(key, self.size, self.index, call, self._finish, wake)
 
     def _meet_peer(self, call: Call) -> Meeting:
         """Messages of a tag between two members are numbered on either side."""
@@ -168,7 +194,8 @@ class LocalGroup(Group):
         ends = (self.index, call.peer) if sends else (call.peer, self.index)
         self._messages[*ends, call.tag] += 1
         key = (self._made, self._members, *ends, call.tag, self._messages[*ends, call.tag])
-        return self._world.meet(key, 2, 0 if sends else 1, call, self._deliver)
+        wake = self._transport.wake
+        return self._world.meet(key, 2, 0 if sends else 1, call, self._deliver, wake)
 
     def _deliver(self, calls: list[Call]) -> None:
         sent, received = calls

@@ -1,28 +1,30 @@
 """Messages of rows by owner (plan.rows), bound once: counts, then ids, then rows.
 
-How many travel is known only when the ids are, so `wait` exchanges twice more, on memory that the
-plan keeps for the most that can come. All members wait in the same order, that of the plan.
+How many travel is known only when the ids are, so there are two exchanges more, on memory that the
+plan keeps for the most that can come. No other message of the group is under way meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from math import prod
 
 import numpy as np
 
 from mpiflow.exec.arena import Arena
-from mpiflow.exec.transport import Group, Message
+from mpiflow.exec.transport import Group, Message, Request
 from mpiflow.graph.sbp import shard_box
 from mpiflow.ops.rows import PADDING
 from mpiflow.plan.records import Register, Task
 from mpiflow.plan.rows import COUNT, FETCH, joint, owned_span
 from mpiflow.plan.slice import RankPlan
 
-Check = Callable[[], None] | None
+Steps = Iterator[Request]
+"""What a message does next, each time that the request which it gave last is done."""
 
 
-class _Rows:
+class _Rows(ABC):
     """Common to both: which rows each member has, and the counts that it tells the others."""
 
     def __init__(self, task: Task, rank: RankPlan, arena: Arena, group: Group, rows: int) -> None:
@@ -37,31 +39,42 @@ class _Rows:
         ones = (1,) * members
         self._tell = group.bind_all_to_all(self._leaving, ones, self._coming, ones)
 
-    def _start(self, ids: np.ndarray) -> None:
+    @abstractmethod
+    def _steps(self) -> Steps:
+        """All that there is to do, from one request to the next."""
+
+    def start(self) -> None:
+        """Find which rows have to travel, and begin to say so."""
+        self._rest = self._steps()
+        self._request = next(self._rest)
+
+    def test(self) -> bool:
+        """Make progress; whether all is where it belongs."""
+        while self._request.test():
+            following = next(self._rest, None)
+            if following is None:
+                return True
+            self._request = following
+        return False
+
+    def _count(self, ids: np.ndarray) -> Request:
         """Tell each member how many of these ids, which ascend, are its own."""
         places = np.searchsorted(ids, self._edges)
         np.subtract(places[1:], places[:-1], out=self._leaving)
         self._begin, self._end = int(places[0]), int(places[-1])
-        self._request = self._tell()
+        return self._tell()
 
     def _exchange(
-        self,
-        leaving: np.ndarray,
-        counts: np.ndarray,
-        coming: np.ndarray,
-        expected: np.ndarray,
-        check: Check,
-    ) -> int:
-        """Send so many rows, or ids, to each member; gives how many came, at the front."""
+        self, leaving: np.ndarray, counts: np.ndarray, coming: np.ndarray, expected: np.ndarray
+    ) -> Request:
+        """Send so many rows, or ids, to each member, and receive those expected, at the front."""
         width = prod(coming.shape[1:])
-        total = int(expected.sum())
-        self._group.all_to_all_once(
+        return self._group.all_to_all_once(
             leaving.reshape(-1),
             (counts * width).tolist(),
-            coming[:total].reshape(-1),
+            coming[: int(expected.sum())].reshape(-1),
             (expected * width).tolist(),
-        ).wait(check)
-        return total
+        )
 
 
 class Fetch(_Rows):
@@ -89,29 +102,26 @@ class Fetch(_Rows):
         after = self._work + COUNT * most + self._given.nbytes
         self._found = arena.view(after, (len(self._out), width), table.dtype)
 
-    def start(self) -> None:
-        """Find the distinct ids, and say how many."""
-        self._wanted, self._place = np.unique(
+    def _steps(self) -> Steps:
+        """Ask for the rows, give what is asked for, and put what came where it belongs."""
+        distinct, place = np.unique(
             self._ids.reshape(-1).astype(np.int64, copy=False), return_inverse=True
         )
-        self._start(self._wanted)
-
-    def wait(self, check: Check) -> None:
-        """Ask for the rows, give what is asked for, and put what came where it belongs."""
-        self._request.wait(check)
-        wanted = self._wanted[self._begin : self._end]
-        count = self._exchange(wanted, self._leaving, self._asked, self._coming, check)
+        yield self._count(distinct)
+        wanted = distinct[self._begin : self._end]
+        yield self._exchange(wanted, self._leaving, self._asked, self._coming)
+        count = int(self._coming.sum())
         asked, given = self._asked[:count], self._given[:count]
         np.subtract(asked, self._first, out=asked)
         np.take(self._table, asked, axis=0, out=given, mode="clip")
-        self._exchange(given, self._coming, self._found, self._leaving, check)
+        yield self._exchange(given, self._coming, self._found, self._leaving)
         if not len(wanted):
             self._out.fill(0)
             return
-        np.subtract(self._place, self._begin, out=self._place)
-        np.take(self._found[: len(wanted)], self._place, axis=0, out=self._out, mode="clip")
-        if len(wanted) < len(self._wanted):  # some ids are of no row
-            self._out[(self._place < 0) | (self._place >= len(wanted))] = 0
+        np.subtract(place, self._begin, out=place)
+        np.take(self._found[: len(wanted)], place, axis=0, out=self._out, mode="clip")
+        if len(wanted) < len(distinct):  # some ids are of no row
+            self._out[(place < 0) | (place >= len(wanted))] = 0
 
 
 class Send(_Rows):
@@ -132,17 +142,13 @@ class Send(_Rows):
         self._values, self._ids = values.reshape(ids.size, width), ids.reshape(-1)
         self._made, self._found = made.reshape(found.size, width), found.reshape(-1)
 
-    def start(self) -> None:
-        """Say how many rows each member gets."""
-        self._start(self._ids)
-
-    def wait(self, check: Check) -> None:
+    def _steps(self) -> Steps:
         """Send them; behind those that came is padding."""
-        self._request.wait(check)
+        yield self._count(self._ids)
         part = slice(self._begin, self._end)
-        self._exchange(self._ids[part], self._leaving, self._found, self._coming, check)
-        count = self._exchange(self._values[part], self._leaving, self._made, self._coming, check)
-        self._found[count:] = PADDING  # nobody reads the values of padding
+        yield self._exchange(self._ids[part], self._leaving, self._found, self._coming)
+        yield self._exchange(self._values[part], self._leaving, self._made, self._coming)
+        self._found[int(self._coming.sum()) :] = PADDING  # nobody reads the values of padding
 
 
 def bind_rows(

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from operator import length_hint
 
 import numpy as np
 
-from mpiflow.errors import MpiflowError, PlanError, TaskError
+from mpiflow.errors import PlanError, TaskError
 from mpiflow.exec.arena import Arena
-from mpiflow.exec.bind import Binder, Call, Step
+from mpiflow.exec.bind import Binder, Step
 from mpiflow.exec.device import Cpu, Device
-from mpiflow.exec.finite import NotFinite, checked
+from mpiflow.exec.engine import Engine, Failed
+from mpiflow.exec.finite import NotFinite, check_step
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.observe import Observer
-from mpiflow.exec.position import Position, Walk
+from mpiflow.exec.position import Position
+from mpiflow.exec.segments import InlineStream, Stream, TimedStream
 from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
 from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.sbp import Box, Broadcast
 from mpiflow.plan.protocols import Reader, Writer
-from mpiflow.plan.records import READ, WRITE, Plan, Program, Register, Task
+from mpiflow.plan.records import WRITE, Plan, Program, Register, Task
 from mpiflow.plan.store import digest
 from mpiflow.plan.unroll import folded
 from mpiflow.plan.verify import verify
@@ -40,25 +40,8 @@ class _Bound:
     outputs: list[tuple[str, np.ndarray]]
     read: ReadTask | None
     binder: Binder
-    walk: Walk
     observer: Observer | None = None
     fired: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """The step that runs now: `calls` is the iterator that gives them, `count` how many."""
-
-    bound: _Bound
-    step: int
-    calls: Iterator[Call]
-    count: int
-
-    def call(self) -> int:
-        """Which of the calls of `Step` runs."""
-        place = max(self.count - length_hint(self.calls) - 1, 0)
-        observer = self.bound.observer
-        return observer.call(place) if observer else place
 
 
 def _plain_thread(name: str, function: Callable[[], None]) -> threading.Thread:
@@ -100,7 +83,10 @@ class Session:
         if plan.device != self.device.kind:
             raise PlanError(f"the plan is for a {plan.device!r}, the ranks have {self.device.kind}")
         self.arena = Arena(self.device, dict(self.plan.arenas)["host"])
-        self.reads = ReadStream(start_thread, self._check)
+        self.engine = Engine(transport)
+        self._inline: Stream = InlineStream()
+        self._beside: Stream | None = None  # made when first needed
+        self.reads = ReadStream(start_thread, self.engine.wake)
         self.writes = WriteStream(start_thread, self._check)
         self.variables = {
             v.name: self.arena.view(v.offset, self.rank.shape(v), v.dtype)
@@ -108,8 +94,6 @@ class Session:
         }
         self._readers = readers or {}
         self._programs = {p.name: self._bind(p) for p in self.plan.programs}
-        self._runs = 0
-        self._running: _Running | None = None
 
     def _make_groups(self, plan: Plan, stage: int) -> dict[str, Group]:
         """A communicator for each set of axes of the stage, and one of the ranks of all stages."""
@@ -126,6 +110,7 @@ class Session:
             self.transport.check()
 
     def _bind(self, program: Program) -> _Bound:
+        reads: list[ReadTask] = []
         binder = Binder(
             program,
             self.plan.tensors(program),
@@ -133,38 +118,23 @@ class Session:
             self.mesh,
             self.arena,
             self.groups,
-            self._check,
+            lambda micro: self.reads.give_back(reads[0], micro),
+            polled=self.transport.polled,
         )
         views = [binder.views(phase) for phase in range(binder.phases)]
-        walk = Walk(binder.order)
-        bound = _Bound(program, [], [], self._read_task(binder, program, views), binder, walk)
-        ready, back = self._handshakes(bound)
-        bound.steps += [binder.step(phase, ready, back) for phase in range(binder.phases)]
+        read = self._read_task(binder, program, views)
+        reads += [read] if read else []
+        steps = [binder.step(phase) for phase in range(binder.phases)]
         if self._check_finite:
-            pairs = zip(bound.steps, views, strict=True)
-            bound.steps[:] = [checked(step, binder.order, arrays) for step, arrays in pairs]
-        bound.outputs += [(o.name, views[0][o.register]) for o in binder.program.outputs]
-        return bound
-
-    def _handshakes(self, bound: _Bound) -> tuple[Callable[[int], None], Callable[[], None]]:
-        """What waits for the read of a micro-batch, and what gives back its slot."""
-        read = bound.read
-        if read is None:
-            return (lambda micro: None), (lambda: None)
-        turns = bound.program.micro_batches
-
-        def ready(micro: int) -> None:
-            self.reads.wait(read, bound.fired * turns + micro)
-
-        def give_back() -> None:
-            self.reads.acknowledge(read)
-
-        return ready, give_back
+            for step, arrays in zip(steps, views, strict=True):
+                check_step(step, arrays)
+        outputs = [(o.name, views[0][o.register]) for o in binder.program.outputs]
+        return _Bound(program, steps, outputs, read, binder)
 
     def _read_task(
         self, binder: Binder, program: Program, views: list[dict[str, np.ndarray]]
     ) -> ReadTask | None:
-        reads = [t for t in binder.program.tasks if t.stream == READ]
+        reads = binder.reads
         if not reads or program.data not in self._readers:
             return None
         spans: list[tuple[int, int]] = []
@@ -177,7 +147,7 @@ class Session:
         fields, limits = attributes["fields"], attributes.get("limits", ())
         ignored = attributes.get("ignored") or [[] for _ in fields]
         return ReadTask(
-            folded(reads[0]),
+            reads,
             self._readers[program.data],
             spans,
             [
@@ -186,6 +156,7 @@ class Session:
                 for t in reads
             ],
             binder.registers[reads[0].outputs[0]].slots,
+            binder.users,
             {f: (n, v) for f, n, v in zip(fields, limits, ignored, strict=False) if n},
             self.transport.name,
         )
@@ -211,9 +182,9 @@ class Session:
         """Count in `meter` where the time of a program's steps goes; gives what records `steps`."""
         bound = self._programs[program]
         recorder = Recorder(bound.binder.program, steps)
-        bound.observer = Observer(bound.binder.order, bound.steps, meter, recorder)
+        bound.observer = Observer(bound.steps, meter, recorder)
         if bound.read is not None:
-            reads = [task for task in bound.binder.program.tasks if task.stream == READ]
+            reads = bound.binder.reads
 
             def tell(step: int, micro: int, over: bool) -> None:
                 (recorder.ended if over else recorder.began)(reads[micro], step)
@@ -224,59 +195,78 @@ class Session:
     def run(self, program: str, step: int = 0) -> dict[str, float]:
         """Collective. One step of a program; gives its outputs. `step` is for messages only."""
         bound = self._programs[program]
-        reads = any(task.stream == READ for task in bound.program.tasks)
-        if reads and bound.read is None:
-            raise PlanError(f"program {program} reads data set {bound.program.data!r}: no reader")
-        number = bound.fired % len(bound.steps)
-        phase, observer = bound.steps[number], bound.observer
-        given = observer.begin(number, step) if observer else phase.calls
-        calls = iter(given)
-        self._runs += 1
-        running = _Running(bound, step, calls, len(given))
-        self._running = running
-        try:
-            with self.device.quiet():
-                for call in calls:
-                    call()
-        except MpiflowError:
-            raise
-        except Exception as error:
-            task = phase.tasks[running.call()]
-            micro = f" micro-batch {task.micro + 1}," if task.phase % 2 else ""
-            foreseen = isinstance(error, NotFinite)
-            what = error if foreseen else f"{type(error).__name__}: {error}"
-            raise TaskError(
-                f"{self.transport.name}: program {program}, step {step + 1},{micro} task"
-                f" {folded(task)} ({task.op}): {what}\n  {task.where}"
-            ) from (None if foreseen else error)
-        if observer:
-            observer.end()
-        bound.fired += 1
-        self._running = None
+        with self.device.quiet():
+            self._run(bound, step, self._stream(bound))
         return {name: float(value[()]) for name, value in bound.outputs}
+
+    def _run(self, bound: _Bound, step: int, stream: Stream) -> None:
+        """Collective. One step, its kernels on that stream."""
+        program = bound.program
+        phase = bound.steps[bound.fired % len(bound.steps)]
+        if (lane := phase.reads) is not None:
+            if bound.read is None:
+                raise PlanError(
+                    f"program {program.name} reads data set {program.data!r}: no reader"
+                )
+            lane.use(bound.read, bound.fired * program.micro_batches)
+        if (kernels := phase.kernels) is not None:
+            kernels.use(stream)
+        if bound.observer:
+            bound.observer.begin(phase, step)
+        try:
+            self.engine.run(phase.lanes, program.name, step)
+        except BaseException as error:
+            self._end_streams()
+            if isinstance(error, Failed):
+                cause = error.__cause__
+                foreseen = isinstance(cause, NotFinite)
+                raise self._explained(error, program, step) from (None if foreseen else cause)
+            raise
+        if bound.observer:
+            bound.observer.end()
+        bound.fired += 1
+
+    def _stream(self, bound: _Bound) -> Stream:
+        """Where the kernels of a program run: beside its messages, or here if it has none."""
+        if not bound.binder.communicates:
+            return self._inline
+        if self._beside is None:
+            self._beside = self.device.stream("compute", self.engine.wake)
+        return self._beside
+
+    def _end_streams(self) -> None:
+        """After a failure nothing that was submitted is done any more; the next step is new."""
+        if self._beside is not None:
+            self._beside.close()
+        self._inline, self._beside = InlineStream(), None
+
+    def _explained(self, failed: Failed, program: Program, step: int) -> TaskError:
+        task, error = failed.task, failed.__cause__
+        micro = f" micro-batch {task.micro + 1}," if task.phase % 2 else ""
+        what = error if isinstance(error, NotFinite) else f"{type(error).__name__}: {error}"
+        return TaskError(
+            f"{self.transport.name}: program {program.name}, step {step + 1},{micro} task"
+            f" {folded(task)} ({task.op}): {what}\n  {task.where}"
+        )
 
     def position(self) -> Position:
         """Where this rank is; any thread may ask."""
-        runs, running = self._runs, self._running
-        if running is None:
-            return Position(runs)
-        program = running.bound.program.name
-        return running.bound.walk.position(runs, program, running.step, running.call())
+        return self.engine.position()
+
+    def thread(self) -> int | None:
+        """The thread on which a kernel runs, if one does beside this one; any thread may ask."""
+        stream = self._beside
+        return stream.thread if stream is not None and stream.task() is not None else None
 
     def timed(self, program: str) -> list[tuple[Task, float]]:
         """Collective. One step of a program: its kernels in order, and the seconds of each."""
-        bound = self._programs[program]
-        phase = bound.steps[bound.fired % len(bound.steps)]
-        measured: dict[str, tuple[Task, float]] = {}
+        stream = TimedStream()
         with self.device.quiet():
-            for task, call in zip(phase.tasks, phase.calls, strict=True):
-                began = time.perf_counter()
-                call()
-                seconds = time.perf_counter() - began
-                # After its kernel a task may have one call more, which gives back what it read.
-                if task.kind == "compute":
-                    measured.setdefault(task.name, (task, seconds))
-        bound.fired += 1
+            self._run(self._programs[program], 0, stream)
+        measured: dict[str, tuple[Task, float]] = {}
+        for task, seconds in stream.measured:
+            # After its kernel a task may have one call more, which gives back what it read.
+            measured.setdefault(task.name, (task, seconds))
         return list(measured.values())
 
     def save(self, writer: Writer) -> None:
@@ -329,3 +319,4 @@ class Session:
         """Let the threads end."""
         self.writes.wait()
         self.reads.close()
+        self._end_streams()

@@ -1,7 +1,7 @@
 """The streams that block in files, each on a thread of its own: reads ahead, writes behind.
 
-The compute stream and the read stream meet in slots: the reader fills slot `firing % slots` when
-its last consumer has given it back (ack), and the consumer waits until it is filled (ready).
+The reader and the streams of a step meet in slots: it fills slot `firing % slots` when the last of
+those that use it has given it back (ack), and they wait until it is filled (ready).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import numpy as np
 
 from mpiflow.errors import DataError, MpiflowError, TaskError
 from mpiflow.plan.protocols import Reader, Writer
+from mpiflow.plan.records import Task
+from mpiflow.plan.unroll import folded
 
 Check = Callable[[], None]
 StartThread = Callable[[str, Callable[[], None]], threading.Thread]
@@ -26,21 +28,26 @@ class ReadTask:
     """The read task of one program: its slots, and which steps are read into them.
 
     It fires once for each of the spans of rows, in turn: one a micro-batch. `slots` holds the
-    arrays of firings until they repeat; `ahead` of them may be filled and not given back.
+    arrays of firings until they repeat; `ahead` of them may be filled and not given back. `users`
+    says for each of the spans how many streams give back its slot.
     """
 
     def __init__(
         self,
-        name: str,
+        tasks: list[Task],
         reader: Reader,
         spans: list[tuple[int, int]],
         slots: list[dict[str, np.ndarray]],
         ahead: int,
+        users: list[int],
         limits: dict[str, tuple[int, list[int]]],
         who: str,
     ) -> None:
-        self.name, self.reader, self.spans, self.slots = name, reader, spans, slots
+        self.tasks, self.name = tasks, folded(tasks[0])
+        self.reader, self.spans, self.slots = reader, spans, slots
         self.ahead, self.limits, self.who = ahead, limits, who
+        self.users = users
+        self._given_back = [0] * len(spans)
         self.steps: deque[range] = deque()
         self.filled = 0
         self.acknowledged = 0
@@ -73,6 +80,14 @@ class ReadTask:
             self.steps[0] = rest
         else:
             self.steps.popleft()
+
+    def give_back(self, micro: int) -> None:
+        """One of the streams that use a micro-batch has come to the end of it."""
+        turns = len(self.spans)
+        self._given_back[micro] += 1
+        while self._given_back[self.acknowledged % turns] == self.users[self.acknowledged % turns]:
+            self._given_back[self.acknowledged % turns] = 0
+            self.acknowledged += 1
 
     def fill(self) -> None:
         """Read rows of the step into the next slot, and check the values used as indices."""
@@ -117,12 +132,12 @@ def _explained(error: Exception, where: str) -> MpiflowError:
 
 
 class ReadStream:
-    """Fills slots ahead of the steps that need them."""
+    """Fills slots ahead of the steps that need them; calls `wake` after each."""
 
-    def __init__(self, start_thread: StartThread, check: Check) -> None:
+    def __init__(self, start_thread: StartThread, wake: Callable[[], None]) -> None:
         self._changed = threading.Condition()
         self._tasks: list[ReadTask] = []
-        self._check = check
+        self._wake = wake
         self._closed = False
         self._start_thread = start_thread
         self._thread: threading.Thread | None = None
@@ -145,19 +160,10 @@ class ReadStream:
             self._changed.wait_for(lambda: not self._busy(task), timeout=60)
             task.forget()
 
-    def wait(self, task: ReadTask, firing: int) -> None:
-        """Until the slot of a firing is filled."""
-        if task.filled > firing:
-            return
+    def give_back(self, task: ReadTask, micro: int) -> None:
+        """A stream of the step no longer needs what was read for a micro-batch of it."""
         with self._changed:
-            while task.filled <= firing:
-                self._changed.wait(_POLL_SECONDS)
-                self._check()
-
-    def acknowledge(self, task: ReadTask) -> None:
-        """The oldest filled slot is no longer needed."""
-        with self._changed:
-            task.acknowledged += 1
+            task.give_back(micro)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -203,6 +209,7 @@ class ReadStream:
             with self._changed:
                 task.filled += 1
                 self._changed.notify_all()
+            self._wake()
 
 
 class WriteStream:

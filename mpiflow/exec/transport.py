@@ -88,8 +88,8 @@ class Message(Protocol):
     def start(self) -> None:
         """Pack and begin."""
 
-    def wait(self, check: Check | None) -> None:
-        """Until it is over and unpacked."""
+    def test(self) -> bool:
+        """Make progress; whether it is over and unpacked. Not to be asked again after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +257,13 @@ class Group(ABC):
 class Transport(ABC):
     """The ranks of a job. `check`, where set, is called in every wait and may raise to end it.
 
+    `wake`, where set, is called by a transport that is not `polled` when a request may be done.
     `entered` counts the control collectives that this rank has come to, by which ranks know who is
     behind; `waiting` is whether it waits in the last of them.
     """
+
+    polled = True
+    """Whether requests make progress, and show that they are done, only when they are tested."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -268,6 +272,7 @@ class Transport(ABC):
         self.check: Check | None = None
         self.entered = 0
         self.waiting = False
+        self.wake: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:

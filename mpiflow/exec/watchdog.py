@@ -93,8 +93,8 @@ class Pulse:
         return still > _STACK_SECONDS and not self._transport.waiting
 
     def _stack(self) -> str:
-        """Where the main thread is, innermost last."""
-        frame = sys._current_frames().get(self._main)
+        """Where the thread is that kernels run on, or the main one, innermost last."""
+        frame = sys._current_frames().get(self._watched.thread() or self._main)
         return "".join(traceback.format_stack(frame)[-_FRAMES:]).rstrip() if frame else ""
 
 

@@ -17,8 +17,6 @@ from mpiflow.plan.pieces import all_pieces, most_elements
 from mpiflow.plan.places import arena_names
 from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Task, Variable
 from mpiflow.plan.slice import itemsize
-from mpiflow.plan.unroll import enough
-from mpiflow.plan.verify_calls import check_calls
 from mpiflow.plan.verify_layout import label
 from mpiflow.plan.walk import Walk
 
@@ -84,7 +82,6 @@ def check_together(plan: Plan) -> None:
         _check_messages(plan, programs)
         for _ in Walk([Step(program) for program in programs]).run():
             pass  # it raises where they wait for each other
-        check_calls(plan, programs, max(map(enough, programs)))
 
 
 def _check_same_steps(programs: list[Program]) -> None:

@@ -13,6 +13,7 @@ from jobs import (
     compile_for,
     evaluate,
     on_ranks,
+    plant,
     train,
 )
 from micro_jobs import WORDS, arrays, job, masked, run
@@ -186,11 +187,7 @@ def test_a_failing_kernel_names_the_micro_batch():
     plan = plan_of(masked, "data=1", 12, 12, "float32")
 
     def work(session, steps):
-        bound = session._programs["train"]
-        step = bound.steps[0]
-        at = next(i for i, t in enumerate(step.tasks) if t.op == "Relu" and t.micro == 6)
-        calls = (*step.calls[:at], lambda: step.calls[at].func(None), *step.calls[at + 1 :])
-        bound.steps[0] = type(step)(calls, step.tasks)
+        plant(session, "train", "Relu", 7)
         train(session, 1)
 
     with pytest.raises(TaskError, match=r"step 1, micro-batch 7, task relu \(Relu\): TypeError"):

@@ -10,8 +10,7 @@ from pipeline_jobs import Case, layers, plan_of
 
 from mpiflow.exec.beat import Beat, unpack
 from mpiflow.exec.blame import COMPUTING, HOST, LOST, READING, SILENT, WRITING, Court, Seen
-from mpiflow.exec.position import Position, Walk
-from mpiflow.plan import calls as calling
+from mpiflow.exec.position import Position
 from mpiflow.plan.pieces import pieces_of
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND
 from mpiflow.plan.unroll import unroll
@@ -22,14 +21,12 @@ UNEQUAL = Case(layers, "stage=2,data=2+1", 3)
 
 @cache
 def bound(case, rank):
-    """The plan of a rank's stage, its tensors, and the calls of a training step."""
+    """The plan of a rank's stage, its training step without loops, and the tensors of that."""
     whole = plan_for(case)
     plan = whole.at_stage(whole.mesh.stage_of(rank)[0])
     program = plan.program("train")
     unrolled = unroll(program)
-    tensors = {**plan.tensors(program), **{r.name: r for r in unrolled.registers}}
-    order = calling.calls_of(unrolled, tensors)
-    return plan, tensors, order, Walk(order)
+    return plan, unrolled, {**plan.tensors(program), **{r.name: r for r in unrolled.registers}}
 
 
 def plan_for(case):
@@ -37,13 +34,16 @@ def plan_for(case):
 
 
 class Rank:
-    """One rank that does the calls of a step, as far as the others let it."""
+    """One rank whose streams go on as far as the others let them."""
 
     def __init__(self, case, rank):
         self.rank, self.mesh = rank, plan_for(case).mesh
         self.stage, self.place = self.mesh.stage_of(rank)
-        self.plan, self.tensors, self.order, self.walk = bound(case, rank)
-        self.call, self.started = 0, set()
+        self.plan, program, self.tensors = bound(case, rank)
+        self.needs = program.needs()
+        self.tasks = {s: [program.tasks[i] for i in order] for s, order in program.order}
+        self.done = dict.fromkeys(self.tasks, 0)
+        self.ended, self.started = set(), set()
 
     def key(self, task):
         """What the ranks that take part in a task call it alike."""
@@ -51,19 +51,28 @@ class Rank:
             return task.attributes["message"], task.micro
         return self.stage, task.name
 
+    def head(self, stream):
+        """The task that a stream is in, if it has come to it."""
+        rest = self.tasks[stream][self.done[stream] :]
+        return rest[0] if rest and self.ended.issuperset(self.needs[rest[0].name]) else None
+
     def advance(self, ranks, stuck):
-        """Do the next call if it can be done now; whether it could."""
-        if self.call == len(self.order) or stuck(self.rank, self.call):
-            return False
-        action, task = self.order[self.call]
-        if action == calling.START:
-            self.started.add((self.key(task), task.kind))
-        if action == calling.WAIT and not all(
-            (self.key(task), kind) in ranks[other].started for other, kind in self.others(task)
-        ):
-            return False
-        self.call += 1
-        return True
+        """Do one task of each stream, if that can be; whether any was done."""
+        moved = False
+        for stream in self.tasks:
+            task = self.head(stream)
+            if task is None:
+                continue
+            if task.kind not in (COMPUTE, READ):
+                self.started.add((self.key(task), task.kind))
+                others = self.others(task)
+                if not all((self.key(task), k) in ranks[o].started for o, k in others):
+                    continue
+            if (self.rank, task.name) != stuck:
+                self.done[stream] += 1
+                self.ended.add(task.name)
+                moved = True
+        return moved
 
     def others(self, task):
         if task.kind in (SEND, RECEIVE):
@@ -76,17 +85,18 @@ class Rank:
         return [(self.mesh.rank_in_stage(self.stage, m), task.kind) for m in members]
 
     def beat(self):
-        done = self.call == len(self.order)
-        position = Position(3) if done else self.walk.position(3, "train", 16, self.call)
-        return Beat(self.rank, 9, position, 5, done, still=6.0)
+        ended = all(self.done[stream] == len(tasks) for stream, tasks in self.tasks.items())
+        kernel = self.head(COMPUTE)
+        position = Position(3, "train", 16, tuple(self.done.items()), kernel is not None)
+        return Beat(self.rank, 9, Position(3) if ended else position, 5, ended, still=6.0)
 
 
-def stand(case, culprit, call):
-    """All ranks once nobody gets on, as `culprit` is stuck in a call."""
+def stand(case, culprit, name):
+    """All ranks once nobody gets on, as `culprit` never ends a task."""
     ranks = [Rank(case, rank) for rank in range(plan_for(case).mesh.size)]
-    while any([r.advance(ranks, lambda rank, at: (rank, at) == (culprit, call)) for r in ranks]):
+    while any([rank.advance(ranks, (culprit, name)) for rank in ranks]):
         pass
-    assert ranks[culprit].call == call
+    assert name not in ranks[culprit].ended
     return ranks
 
 
@@ -102,17 +112,15 @@ def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is
     size = plan.mesh.size
     for _ in range(12):
         culprit = draw.randrange(size)
-        order = Rank(case, culprit).order
-        busy = [i for i, (action, _) in enumerate(order) if action in (calling.KERNEL, READ)]
-        call = draw.choice(busy)
-        beats = [rank.beat() for rank in stand(case, culprit, call)]
-        action, task = order[call]
-        if action == READ:
+        tasks = Rank(case, culprit).tasks
+        task = draw.choice([*tasks[COMPUTE], *tasks.get(READ, ())])
+        beats = [rank.beat() for rank in stand(case, culprit, task.name)]
+        if task.kind == READ:
             beats[culprit] = replace(beats[culprit], reading="rows-1.h5 row 7 for step 17")
         verdict = judge(plan, beats)
-        kind = COMPUTING if action == calling.KERNEL else READING
+        kind = COMPUTING if task.kind == COMPUTE else READING
         assert (verdict.kind, verdict.rank) == (kind, culprit), verdict.text
-        if action == calling.KERNEL:
+        if task.kind == COMPUTE:
             assert f"(node) has been in task {task.name.partition('#')[0]} (" in verdict.text
         else:
             assert "has been reading rows-1.h5 row 7 for step 17 for 6 s" in verdict.text
@@ -122,11 +130,9 @@ def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is
 
 def test_the_sentence_names_rank_task_line_step_and_victims():
     plan = classifier_plan("data=4")
-    order = Rank("data=4", 2).order
-    call = next(i for i, (a, t) in enumerate(order) if a == calling.KERNEL and "relu" in t.name)
-    task = order[call][1]
-    text = judge(plan, [rank.beat() for rank in stand("data=4", 2, call)]).text
-    beats = [rank.beat() for rank in stand("data=4", 2, call)]
+    task = next(t for t in Rank("data=4", 2).tasks[COMPUTE] if "relu" in t.name)
+    beats = [rank.beat() for rank in stand("data=4", 2, task.name)]
+    text = judge(plan, beats).text
     silent = judge(plan, beats, rank2={"silent": 8.0, "about": "whose process is stopped"})
     assert silent.text.startswith(
         "rank 2 (node), whose process is stopped, has been silent for 8 s;"
@@ -146,16 +152,13 @@ def test_the_sentence_names_rank_task_line_step_and_victims():
     ids=str,
 )
 def test_a_message_that_all_have_come_to_is_lost(case, kinds):
-    """Every end waits in a call that all others have begun."""
+    """Every end waits in what all others have begun."""
     plan = plan_for(case)
     for culprit in range(plan.mesh.size):
-        order = Rank(case, culprit).order
-        waits = [
-            i for i, (action, task) in enumerate(order)
-            if action == calling.WAIT and task.kind in kinds
-        ]  # fmt: skip
-        for call in waits[:: max(len(waits) // 3, 1)]:
-            ranks = stand(case, culprit, call)
+        streams = Rank(case, culprit).tasks.values()
+        names = [task.name for tasks in streams for task in tasks if task.kind in kinds]
+        for name in names[:: max(len(names) // 3, 1)]:
+            ranks = stand(case, culprit, name)
             verdict = judge(plan, [rank.beat() for rank in ranks])
             assert verdict.kind == LOST, verdict.text
             assert "a message between them is lost" in verdict.text

@@ -4,20 +4,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from jobs import classifier_plan
+from jobs import classifier_plan, look, on_ranks, train
 
 from mpiflow.exec import watchdog
 from mpiflow.exec.beat import Beat, unpack
 from mpiflow.exec.blame import SILENT
 from mpiflow.exec.local import LocalWorld, run_local
-from mpiflow.exec.position import Position, Walk
+from mpiflow.exec.position import Position
 from mpiflow.exec.post import _UNANSWERED, Address, Post, choose_watchers
 from mpiflow.exec.watchdog import FIRST, LEAST_SECONDS, PREDICTIONS, STANDS, Watch, process_state
-from mpiflow.plan import calls as calling
 from mpiflow.plan.records import COMPUTE, READ
 
 PERIOD = 0.25
@@ -91,20 +91,31 @@ def test_an_old_beat_or_one_of_no_rank_changes_nothing():
     assert ranks.stand(2) == pytest.approx(2)
 
 
-def test_the_position_follows_the_calls_of_a_step():
-    program = classifier_plan("data=2").program("train")
-    order = calling.calls_of(program, classifier_plan("data=2").tensors(program))
-    walk, done = Walk(order), {}
-    for number, (action, task) in enumerate(order):
-        position = walk.position(3, "train", 7, number)
-        assert {s: n for s, n in position.done if n} == done
-        assert position.computing == (action == calling.KERNEL)
-        assert position.seconds == task.seconds
-        stream = {calling.KERNEL: COMPUTE, calling.WAIT: task.stream, READ: READ}.get(action)
-        if stream:
-            assert dict(program.order)[stream][done.get(stream, 0)] == program.tasks.index(task)
-            done[stream] = done.get(stream, 0) + 1
-    assert walk.position(3, "train", 7, len(order)).head(COMPUTE) == done[COMPUTE]
+@pytest.mark.ranks(2)
+def test_the_position_says_which_kernel_runs_and_what_is_done():
+    plan = classifier_plan("data=2")
+    program = plan.program("train")
+    kernels = [program.tasks[i] for i in dict(program.order)[COMPUTE]]
+    at = next(i for i, task in enumerate(kernels) if task.op == "Relu")
+
+    def work(session):
+        found = []
+        where = lambda: found.append((session.position(), session.thread()))  # noqa: E731
+        look(session, "train", "Relu", where)
+        train(session, 3)
+        return found, session.position(), threading.get_ident()
+
+    for found, after, main in on_ranks(plan, work):
+        assert [(p.run, p.program, p.step) for p, _ in found] == [
+            (run, "train", run - 2) for run in (2, 3, 4)
+        ]
+        for position, thread in found:
+            assert position.computing
+            assert position.head(COMPUTE) == at
+            assert position.head(READ) == 1
+            assert position.seconds == kernels[at].seconds
+            assert thread != main
+        assert after == Position(4)
 
 
 def test_those_who_watch_are_on_different_hosts_where_there_are_some():
@@ -169,6 +180,7 @@ def test_a_rank_tells_for_how_long_it_is_in_the_same_place():
         reads=SimpleNamespace(doing=""),
         writes=SimpleNamespace(doing="", waited=False),
         position=lambda: place,
+        thread=lambda: None,
     )
     place = Position(1, "train", 0)
     pulse = watchdog.Pulse(LocalWorld(1).transports[0], watched)
