@@ -77,6 +77,7 @@ def compile_for(
     machine=None,
     pipeline=ONE_FORWARD_ONE_BACKWARD,
     route="",
+    memory=0,
     **more,
 ):
     """The plan of a job whose two data sets have these rows."""
@@ -85,7 +86,7 @@ def compile_for(
     data |= {name: data_set(name, test_rows, batch, features) for name in job.evaluations}
     target = Target(
         parse_mesh(mesh), machine or find_machine("cpu"), ACCELERATOR if route else HOST, route,
-        zero=zero, pipeline=pipeline,
+        zero=zero, memory=memory, pipeline=pipeline,
     )  # fmt: skip
     return compile_job(job, data, target, **more)
 

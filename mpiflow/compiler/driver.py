@@ -32,6 +32,7 @@ import numpy as np
 from mpiflow.compiler.account import identity, idle_ranks, quality, reading_bytes, settings
 from mpiflow.compiler.advice import does_not_fit
 from mpiflow.compiler.again import recompute_notes, rewritten
+from mpiflow.compiler.ahead import hurried
 from mpiflow.compiler.arrange import (
     NUMERICS,
     Observer,
@@ -212,11 +213,16 @@ class _Compiler:
             for name in self.job.evaluations
             for step in self._evaluations(name, train, variables, limit)
         ]
-        parts = [
-            self._part(stage, train, evaluations, variables[stage])
-            for stage in range(self.mesh.stages)
-        ]
-        return train, arrange_stages(parts, self.target, self.folder, self.observe)
+        while True:
+            parts = [
+                self._part(stage, train, evaluations, variables[stage])
+                for stage in range(self.mesh.stages)
+            ]
+            packed = arrange_stages(parts, self.target, self.folder, self.observe)
+            ahead, size = train.pipeline.ahead, max(stage.nbytes for stage in packed)
+            if not ahead or not self.target.memory or size <= self.target.memory:
+                return train, packed
+            train = train.with_ahead(ahead // 2)
 
     def _train_step(self, graph: Graph, timing: Timing | None, limit: Limit | None) -> Step:
         data, zero = self.data["train"], self.target.zero or 0
@@ -234,7 +240,8 @@ class _Compiler:
             stages = assign_stages(graph, seconds, self.target.pipeline.virtual)
         self.observe("stages", "train", stages or f"one stage on mesh {self.mesh}")
         lowered = limit.zero if limit else zero
-        return make_step(layouts, "train", data.batch, self.target, timing, stages, lowered)
+        step = make_step(layouts, "train", data.batch, self.target, timing, stages, lowered)
+        return hurried(step)
 
     def _part(
         self, stage: int, train: Step, evaluations: list[Step], variables: dict[str, Variable]

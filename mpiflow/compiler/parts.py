@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.lower import StageWork, lower
 from mpiflow.compiler.microbatch import Timing
-from mpiflow.compiler.pipeline import Pipeline, Sequence
+from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline, Sequence
 from mpiflow.compiler.signature import Placed
 from mpiflow.compiler.stages import Stages, part
 from mpiflow.compiler.transfer import Transfer, first_uses, in_lanes, transfers
@@ -19,9 +19,9 @@ from mpiflow.plan.records import Program, Variable
 class Step:
     """A traced graph with its layouts, its stages and the messages between them.
 
-
     `layouts` has the graph with those of each stage: the same where stages have equal ranks. One
-    that is only `forward` has no backward pass, as evaluations and predictions.
+    that is only `forward` has no backward pass, as evaluations and predictions. `pipeline`
+    says in which turn its stages do what.
     """
 
     layouts: tuple[Placed, ...]
@@ -33,6 +33,7 @@ class Step:
     messages: tuple[Transfer, ...] = ()
     zero: int = 0
     forward: bool = False
+    pipeline: Pipeline = ONE_FORWARD_ONE_BACKWARD
 
     @property
     def placed(self) -> Placed:
@@ -60,7 +61,7 @@ class Step:
             rows=self.rows,
             timing=self._timing(stage, placed),
             zero=self.zero,
-            stage=self._work(stage, placed) if self.stages else None,
+            stage=self._work(stage) if self.stages else None,
         )
 
     def _timing(self, stage: int, placed: Placed) -> Timing | None:
@@ -71,9 +72,9 @@ class Step:
         kept = [(t, 0) for t in (*placed.graph.outputs.values(), *placed.graph.assigns.values())]
         return self.timing.needed([node for node, _ in placed.nodes], [*kept, *going])
 
-    def _work(self, stage: int, placed: Placed) -> StageWork:
+    def _work(self, stage: int) -> StageWork:
         assert self.stages is not None
-        pipeline = self.target.pipeline
+        pipeline = self.pipeline
         sequence: Sequence = ()
         if self.timing:
             stages, count = self.stages.stages, self.timing.micro_batches
@@ -87,7 +88,7 @@ class Step:
             tuple(m for m in self.messages if m.target == stage),
             tuple(m for m in self.messages if m.source == stage),
             sequence,
-            self._segments(stage, placed, pipeline),
+            self.segments(stage),
         )
 
     def in_lanes(self) -> Step:
@@ -96,7 +97,7 @@ class Step:
             return self
         made, used = [], []
         for stage in range(self.stages.stages):
-            segments = self._segments(stage, self.part(stage), self.target.pipeline)
+            segments = self.segments(stage)
             made.append(segments)
             used.append(first_uses(segments))
         ways = {
@@ -106,18 +107,22 @@ class Step:
         }
         return replace(self, messages=in_lanes(self.messages, ways))
 
-    def _segments(self, stage: int, placed: Placed, pipeline: Pipeline) -> dict[Node, int]:
-        """The segment of each node: of the first of its pieces that this stage has."""
+    def with_ahead(self, ahead: int) -> Step:
+        """With so many more micro-batches in flight than 1F1B needs if messages take no time."""
+        return replace(self, pipeline=replace(self.pipeline, ahead=ahead))
+
+    def segments(self, stage: int) -> dict[Node, int]:
+        """The segment of each node of a stage: of the first of its pieces that it has."""
         assert self.stages is not None
-        graph, virtual = placed.graph, pipeline.virtual
+        graph, virtual = self.placed.graph, self.pipeline.virtual
         backward = False
         found = {}
-        for node, _ in placed.nodes:
+        for node, _ in self.part(stage).nodes:
             backward = backward or node in graph.origins or node in graph.updates
             chunk = next(c for c in self.stages.nodes[node] if self.stages.stage(c) == stage)
             piece = chunk // self.stages.stages
             found[node] = 2 * virtual - 1 - piece if backward else piece
-        if pipeline.schedule == "zero-bubble":
+        if self.pipeline.schedule == "zero-bubble":
             found.update(self._weight_gradients(stage, found, virtual))
         return found
 
@@ -150,4 +155,7 @@ def make_step(
     messages: tuple[Transfer, ...] = ()
     if stages is not None:
         messages = transfers(layouts, stages, timing, target.mesh, target.machine)
-    return Step(layouts, data, rows, target, timing, stages, messages, zero, forward).in_lanes()
+    step = Step(
+        layouts, data, rows, target, timing, stages, messages, zero, forward, target.pipeline
+    )
+    return step.in_lanes()

@@ -71,7 +71,8 @@ class Pipeline:
             return _zero_bubble(stage, stages, micro_batches)
         if self.virtual > 1:
             return _interleaved(stage, stages, micro_batches, self.virtual)
-        return _one_forward_one_backward(stages - stage + self.ahead, micro_batches)
+        behind = stages - stage - 1
+        return _one_forward_one_backward(1 + behind + min(self.ahead, behind), micro_batches)
 
     def streaming(self, stages: int, micro_batches: int) -> Sequence:
         """The segments of any stage, in turn, where there is no backward pass."""

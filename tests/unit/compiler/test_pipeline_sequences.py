@@ -102,9 +102,9 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_needs(schedule, vir
     assert [in_flight(sequence) for sequence in sequences(pipeline, 4, 8)] == most
 
 
-def test_more_micro_batches_ahead_are_more_in_flight():
-    found = [in_flight(s) for s in sequences(Pipeline("1f1b", ahead=2), 3, 9)]
-    assert found == [5, 4, 3]
+def test_more_micro_batches_ahead_are_more_in_flight_up_to_twice_the_stages_behind():
+    found = {n: [in_flight(s) for s in sequences(Pipeline(ahead=n), 4, 9)] for n in (1, 2, 3)}
+    assert found == {1: [5, 4, 3, 1], 2: [6, 5, 3, 1], 3: [7, 5, 3, 1]}
 
 
 @pytest.mark.parametrize(

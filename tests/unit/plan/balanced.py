@@ -8,12 +8,14 @@ from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Register, Setting
 TIMED = (S(0), B)
 
 
-def balanced(stages, count, schedule, virtual, forward, backward, weights, hop=0.0, trained=True):
+def balanced(
+    stages, count, schedule, virtual, forward, backward, weights, hop=0.0, *, trained=True, ahead=0
+):
     """A plan whose stages take these seconds for a micro-batch, all pieces together.
 
     One that is not trained has its forward pass alone.
     """
-    pipeline = Pipeline(schedule, virtual)
+    pipeline = Pipeline(schedule, virtual, ahead)
     seconds = [each / virtual for each in (forward, backward, weights)]
     programs = []
     for stage in range(stages):

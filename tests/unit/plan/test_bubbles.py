@@ -104,3 +104,17 @@ def test_messages_that_take_time_make_a_step_longer_and_runs_know_it(hop):
     assert found.step_seconds >= 8 * 3 + 3 * (3 + 2 * hop)
     last = max(event.stop for event in firings(plan, "train", 1))
     assert found.first_step_seconds == pytest.approx(last, abs=1e-9)
+
+
+@pytest.mark.parametrize(("stages", "count"), [(4, 16), (8, 64)])
+def test_with_twice_the_stages_behind_in_flight_messages_are_waited_for_once(stages, count):
+    """Of each message, the first there and the last back: the bound of any schedule."""
+    hop = 0.2
+
+    def bubble(ahead):
+        plan = balanced(stages, count, "1f1b", 1, 1, 1, 1, hop, ahead=ahead)
+        return simulate(plan, steps=2).step_seconds - 3 * count
+
+    least = (stages - 1) * (3 + 2 * hop)
+    assert bubble(stages - 1) == pytest.approx(least, abs=1e-9)
+    assert bubble(0) > 1.4 * least
