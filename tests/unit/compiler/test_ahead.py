@@ -68,7 +68,7 @@ def test_on_a_slow_link_a_step_is_shorter_with_more_in_flight(monkeypatch):
         ((2.0, 2.0, 2.0, 2.0), 0.0, 0),
         ((2.0, 2.0, 2.0, 2.0), 0.2, 2),
         ((2.0, 2.0, 2.0, 2.0), 1.0, 3),
-        ((2.4, 2.0, 2.0, 2.0), 0.0, 2),
+        ((2.4, 2.0, 2.0, 2.0), 0.0, 3),
     ],
 )
 def test_no_more_are_in_flight_than_even_stages_and_fast_messages_need(backward, hop, wanted):
