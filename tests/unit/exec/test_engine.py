@@ -1,0 +1,141 @@
+"""Streams of a step run side by side, and wait for each other only where the plan says so."""
+
+import threading
+import time
+
+import pytest
+
+from mpiflow.exec.device import Cpu
+from mpiflow.exec.engine import Engine, Failed, KernelLane, MessageLane
+from mpiflow.exec.local import LocalWorld
+from mpiflow.exec.segments import InlineStream, Segment
+from mpiflow.plan.handshakes import Item
+from mpiflow.plan.records import COMPUTE, Task
+
+COMM = "comm.data"
+
+
+def item(name, *waits):
+    return Item((Task(name, COMPUTE, COMPUTE, "Copy"),), waits)
+
+
+class Message:
+    """A message that is over when `done` is set."""
+
+    def __init__(self, log, name):
+        self.log, self.name, self.done = log, name, threading.Event()
+
+    def start(self):
+        self.log.append(f"start {self.name}")
+
+    def test(self):
+        if self.done.is_set():
+            self.log.append(f"end {self.name}")
+            return True
+        return False
+
+
+def lanes_of(kernels, calls, items, messages):
+    """A compute and a communication stream; `polled` as with MPI."""
+    segments = tuple(Segment((c,), i.tasks, True) for i, c in zip(kernels, calls, strict=True))
+    lanes = {
+        COMPUTE: KernelLane(COMPUTE, kernels, segments),
+        COMM: MessageLane(COMM, items, tuple(messages), ((),) * len(items), polled=True),
+    }
+    for lane in lanes.values():
+        lane.tie(lanes)
+    return lanes
+
+
+@pytest.fixture
+def engine():
+    return Engine(LocalWorld(1).transports[0])
+
+
+@pytest.fixture
+def stream(engine):
+    made = Cpu().stream(COMPUTE, engine.wake)
+    yield made
+    made.close()
+
+
+def run(engine, stream, lanes):
+    lanes[COMPUTE].use(stream)
+    engine.run(tuple(lanes.values()), "train", 0)
+
+
+def test_a_message_goes_on_while_a_kernel_runs(engine, stream):
+    log = []
+    message, waiting = Message(log, "a"), threading.Event()
+
+    def kernel():
+        """Ends only if the message is started and polled meanwhile."""
+        while "start a" not in log:
+            time.sleep(1e-4)
+        message.done.set()
+        while "end a" not in log:
+            time.sleep(1e-4)
+        waiting.set()
+
+    kernels = (item("f"), item("g"))
+    run(engine, stream, lanes_of(kernels, (int, kernel), (item("a", (COMPUTE, 1)),), [message]))
+    assert waiting.is_set()
+
+
+def test_items_wait_for_other_streams_and_not_for_one_another(engine, stream):
+    log = []
+    messages = [Message(log, name) for name in "ab"]
+    kernels = (item("f"), item("g", (COMM, 1)))
+
+    def first():
+        log.append("f")
+
+    def second():
+        log.append("g")
+        messages[1].done.set()
+
+    messages[0].done.set()
+    items = (item("a", (COMPUTE, 1)), item("b"))
+    run(engine, stream, lanes_of(kernels, (first, second), items, messages))
+    assert [entry for entry in log if len(entry) == 1 or entry.endswith("a")] == [
+        "f", "start a", "end a", "g"
+    ]  # fmt: skip
+    assert log.index("start b") < log.index("g") < log.index("end b")
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_an_error_of_a_kernel_names_its_task(engine, stream, inline):
+    def fail():
+        raise ValueError("planted")
+
+    lanes = lanes_of((item("f"), item("g")), (int, fail), (item("a"),), [Message([], "a")])
+    with pytest.raises(Failed) as caught:
+        run(engine, InlineStream() if inline else stream, lanes)
+    assert caught.value.task.name == "g"
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_check_is_called_while_a_kernel_runs_and_ends_the_step(engine, stream):
+    release = threading.Event()
+
+    def check():
+        raise KeyboardInterrupt
+
+    engine._transport.check = check
+    lanes = lanes_of((item("f"),), (release.wait,), (item("a"),), [Message([], "a")])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, stream, lanes)
+        assert lanes[COMPUTE].done == 0
+    finally:
+        release.set()
+
+
+def test_waiting_for_a_kernel_costs_next_to_no_time_of_the_processor(engine, stream):
+    message = Message([], "a")
+    message.done.set()
+    items = (item("a", (COMPUTE, 1)),)
+    lanes = lanes_of((item("f"),), (lambda: time.sleep(0.2),), items, [message])
+    before = time.thread_time()
+    run(engine, stream, lanes)
+    assert time.thread_time() - before < 0.02
