@@ -64,10 +64,10 @@ def test_segments_end_only_where_somebody_waits(name):
     assert listed == [program.tasks[i] for i in dict(program.order)[COMPUTE]]
 
 
-def test_a_program_on_one_rank_is_one_segment_for_each_read():
+def test_a_program_on_one_rank_waits_for_what_is_read_and_nothing_else():
     items = items_of(*unrolled(classifier_plan("data=1")))
     assert items.keys() == {COMPUTE, READ}
-    assert [item.waits for item in items[COMPUTE]] == [((READ, 1),)]
+    assert [item.waits for item in items[COMPUTE]] == [(), ((READ, 1),)]
     assert WRITE not in items_of(*unrolled(classifier_plan("data=1"), "save"))
 
 
