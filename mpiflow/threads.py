@@ -61,3 +61,17 @@ def limit_threads(environment: MutableMapping[str, str] | None = None) -> None:
     if threads < usable_cpus():
         for name in _LIMITS:
             environment.setdefault(name, str(threads))
+
+
+def describe_threads(environment: Mapping[str, str]) -> str:
+    """What a rank computes with, and why, for the user."""
+    own = threads_per_rank(environment)
+    given = environment.get(_LIMITS[0], str(own))
+    threads = f"each rank computes with {given} thread{'' if given == '1' else 's'}"
+    if given != str(own):
+        return f"{threads}, as {_LIMITS[0]} says; its share of the CPUs is {own}"
+    cpus, ranks = usable_cpus(), local_ranks(environment)
+    return (
+        f"{threads} ({cpus} CPU{'s'[: cpus > 1]} for {ranks} rank{'s'[: ranks > 1]} of this host;"
+        f" {_LIMITS[0]} overrides it)"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.traffic import most_sent
 from mpiflow.report import Progress, final_table, results_text
 from mpiflow.runlock import RunLock
+from mpiflow.threads import describe_threads
 from mpiflow.weights import load_first
 from mpiflow.window import Window
 
@@ -388,7 +390,7 @@ class _Loop:
             self.progress.say(text)
 
     def _say_start(self) -> None:
-        for line in (*self.plan.notes, *self.start.remarks):
+        for line in (describe_threads(os.environ), *self.plan.notes, *self.start.remarks):
             self._say(line)
         if self.start.over:
             self._say(_nothing_to_train(self.step, self.plan, self.options))

@@ -10,7 +10,13 @@ from mpiflow.errors import LaunchError, TaskError
 from mpiflow.exec.launch import check_ranks, check_world, expected_ranks
 from mpiflow.exec.local import LocalWorld, run_local
 from mpiflow.exec.transport import Aborted
-from mpiflow.threads import limit_threads, local_ranks, threads_per_rank, usable_cpus
+from mpiflow.threads import (
+    describe_threads,
+    limit_threads,
+    local_ranks,
+    threads_per_rank,
+    usable_cpus,
+)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +217,18 @@ def test_a_rank_with_all_cpus_is_not_limited():
     environment = {}
     limit_threads(environment)
     assert environment == {}
+
+
+def test_the_user_is_told_what_a_rank_computes_with():
+    ranks = 2 * usable_cpus()
+    environment = {"MPI_LOCALNRANKS": str(ranks)}
+    said = f"each rank computes with 1 thread ({usable_cpus()} CPU"
+    assert describe_threads(environment).startswith(said)
+    assert f"for {ranks} ranks of this host; OMP_NUM_THREADS" in describe_threads(environment)
+    environment["OMP_NUM_THREADS"] = "7"
+    assert describe_threads(environment) == (
+        "each rank computes with 7 threads, as OMP_NUM_THREADS says; its share of the CPUs is 1"
+    )
 
 
 def test_limiting_threads_needs_the_standard_library_only(pytestconfig):
