@@ -1,0 +1,326 @@
+"""A driver of no GPU: CuPy's functions as strict as CuPy's, on NumPy, and a list of all calls.
+
+What CuPy lacks, or has under another keyword, fails here too. Streams do what they are given at
+once, and communicators meet in the threads of the ranks; `calls` has every call in order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from mpiflow.exec.cuda_arrays import FORWARDED, UFUNCS
+from mpiflow.exec.cuda_driver import Gpu
+
+
+class Ufunc:
+    """A ufunc with the keywords of CuPy's: `_where`, and sums of `add` alone."""
+
+    def __init__(self, name):
+        self._name, self._ufunc = name, getattr(np, name)
+
+    def __call__(self, *args, out=None, _where=None, dtype=None, casting="same_kind"):
+        options = {} if _where is None else {"where": _where}
+        if out is not None:
+            assert len(args) == self._ufunc.nin, "out both by position and by name"
+            options["out"] = out
+        return self._ufunc(*args, dtype=dtype, casting=casting, **options)
+
+    def reduce(self, array, axis=0, dtype=None, out=None, keepdims=False):
+        assert self._name == "add", f"CuPy has no {self._name}.reduce"
+        return np.sum(array, axis=axis, dtype=dtype, out=out, keepdims=keepdims)
+
+    def accumulate(self, array, axis=0, dtype=None, out=None):
+        assert self._name == "add", f"CuPy has no {self._name}.accumulate"
+        return np.cumsum(array, axis=axis, dtype=dtype, out=out)
+
+    def at(self, a, indices, b=None):
+        assert self._name == "add"
+        np.add.at(a, indices, b)
+
+
+class Elementwise:
+    """The one kernel that mpiflow writes: rows by clipped indices."""
+
+    def __init__(self, in_params, out_params, operation, name):
+        assert name == "mpiflow_take"
+        assert in_params == "raw T source, raw S index, int64 rows, int64 width"
+
+    def __call__(self, source, index, rows, width, out):
+        assert rows == source.shape[0]
+        assert out.size == index.size * width
+        assert out.dtype == source.dtype, "T is one type"
+        taken = np.take(source.reshape(rows, width), index.reshape(-1), axis=0, mode="clip")
+        out[...] = taken.reshape(out.shape)
+
+
+class Reduction:
+    """Sums of products."""
+
+    def __init__(self, in_params, out_params, map_expr, reduce_expr, post_expr, identity, name):
+        assert name == "mpiflow_sum_products"
+
+    def __call__(self, x, y, out, axis=None, keepdims=False):
+        assert x.dtype == y.dtype == out.dtype, "T is one type"
+        out[...] = np.sum(x * y, axis=axis, keepdims=keepdims)
+        return out
+
+
+def _copyto(dst, src, casting="same_kind", where=None):
+    np.copyto(dst, src, casting=casting, where=True if where is None else where)
+
+
+def _put(a, ind, v, mode="wrap"):
+    assert mode != "raise", "it would wait for the GPU"
+    np.put(a, ind, v, mode=mode)
+
+
+def _max(a, axis=None, out=None, keepdims=False):
+    return np.max(a, axis=axis, out=out, keepdims=keepdims)
+
+
+def _argmax(a, axis=None, dtype=None, out=None, keepdims=False):
+    assert dtype is None
+    return np.argmax(a, axis=axis, out=out, keepdims=keepdims)
+
+
+def cupy():
+    """What mpiflow uses of CuPy."""
+    made = {name: getattr(np, name) for name in FORWARDED}
+    made |= {name: Ufunc(name) for name in (*UFUNCS, "add", "multiply", "maximum")}
+    made |= {
+        "copyto": _copyto, "put": _put, "max": _max, "argmax": _argmax,
+        "ElementwiseKernel": Elementwise, "ReductionKernel": Reduction,
+    }  # fmt: skip
+    return SimpleNamespace(**made)
+
+
+class World:
+    """The GPUs of a job whose ranks are threads, and where its communicators meet."""
+
+    def __init__(self, gpus=1):
+        self.gpus = gpus
+        self._lock = threading.Condition()
+        self._made = 0
+        self._boxes = {}
+        self._sent = defaultdict(list)
+
+    def unique_id(self):
+        with self._lock:
+            self._made += 1
+            return self._made.to_bytes(128, "big")
+
+    def exchange(self, key, size, index, item):
+        """Every member's item."""
+        with self._lock:
+            box = self._boxes.setdefault(key, {})
+            box[index] = item
+            self._lock.notify_all()
+            assert self._lock.wait_for(lambda: len(box) == size, timeout=20), f"{key}: {box.keys()}"
+            return [box[i] for i in range(size)]
+
+    def put(self, key, item):
+        with self._lock:
+            self._sent[key].append(item)
+            self._lock.notify_all()
+
+    def take(self, key):
+        with self._lock:
+            assert self._lock.wait_for(lambda: self._sent[key], timeout=20), f"{key}: nothing sent"
+            return self._sent[key].pop(0)
+
+
+class StandIn:
+    """Stands in for `exec.cuda.CupyDriver`."""
+
+    def __init__(self, world=None):
+        self.world = world or World()
+        self.arrays = cupy()
+        self.calls = []
+        self.failure = ""
+        self._streams = 0
+        self._events = 0
+        self._current = []
+
+    def _note(self, *words):
+        self.calls.append(" ".join(map(str, words)))
+
+    def count(self):
+        return self.world.gpus
+
+    def gpu(self, index):
+        return Gpu("Stand-in", f"uuid{index}", 1 << 30)
+
+    def use(self, index):
+        self._note("use", index)
+
+    def allocate(self, nbytes):
+        self._note("allocate", nbytes)
+        return np.zeros(nbytes, np.uint8)
+
+    def allocate_pinned(self, nbytes):
+        self._note("allocate_pinned", nbytes)
+        return np.zeros(nbytes, np.uint8)
+
+    def stream(self, priority):
+        self._streams += 1
+        self._note("stream", self._streams, "priority", priority)
+        return f"stream{self._streams}"
+
+    @contextmanager
+    def on(self, stream):
+        self._current.append(stream)
+        yield
+        self._current.pop()
+
+    @property
+    def _on(self):
+        return self._current[-1] if self._current else "no stream"
+
+    def fetch(self, array):
+        self._note("fetch", array.nbytes)
+        return array.copy()
+
+    def fill(self, array, values):
+        self._note("fill", array.nbytes)
+        array[...] = values
+
+    def event(self):
+        self._events += 1
+        return f"event{self._events}"
+
+    def record(self, event, stream):
+        self._note("record", event, stream)
+
+    def wait(self, stream, event):
+        self._note("wait", stream, event)
+
+    def is_done(self, event):
+        return True
+
+    def copy(self, target, source):
+        self._note("copy", source.nbytes, self._on)
+        assert target.nbytes == source.nbytes
+        target[...] = source
+
+    def multiply(self, product, out, left, right):
+        """As cuBLAS would: from addresses, leading dims and steps alone."""
+        assert self._current or not self._streams, "on no stream"
+        if product.exchanged:
+            left, right = right, left
+        m, n, k = product.m, product.n, product.k
+        for starts in product.starts:
+            a, b, c = (
+                _batch(array, start, operand, shape, product.count)
+                for array, start, operand, shape in zip(
+                    (left, right, out), starts, (product.left, product.right, product.out),
+                    ((m, k), (k, n), (m, n)), strict=True,
+                )
+            )  # fmt: skip
+            c[...] = np.matmul(a, b)
+
+    def strict(self):
+        return nullcontext()
+
+    def unique_id(self):
+        self._note("unique_id")
+        return self.world.unique_id()
+
+    def communicator(self, size, unique_id, index):
+        self._note("communicator", f"{index} of {size}")
+        return SimpleNamespace(id=unique_id, size=size, index=index, count=0)
+
+    @contextmanager
+    def group(self):
+        self._note("group {")
+        self._late = []
+        yield
+        late, self._late = self._late, None
+        for call in late:
+            call()
+        self._note("}")
+
+    _late = None
+
+    def _meet(self, comm, item):
+        comm.count += 1
+        return self.world.exchange((comm.id, comm.count), comm.size, comm.index, item.copy())
+
+    def all_reduce(self, comm, out, source, reduce):
+        self._note("all_reduce", reduce, out.size, out.dtype, self._on)
+        out[...] = _reduced(self._meet(comm, source), reduce)
+
+    def reduce(self, comm, out, source, reduce, root):
+        self._note("reduce", reduce, source.size, source.dtype, "to", root, self._on)
+        found = self._meet(comm, source)
+        if root == comm.index:
+            out[...] = _reduced(found, reduce)
+
+    def broadcast(self, comm, out, source, root):
+        self._note("broadcast", out.size, out.dtype, "from", root, self._on)
+        out[...] = self._meet(comm, source)[root]
+
+    def all_gather(self, comm, out, source):
+        self._note("all_gather", source.size, source.dtype, self._on)
+        out[...] = np.concatenate(self._meet(comm, source))
+
+    def reduce_scatter(self, comm, out, source, reduce):
+        self._note("reduce_scatter", reduce, out.size, out.dtype, self._on)
+        whole = _reduced(self._meet(comm, source), reduce)
+        out[...] = np.split(whole, comm.size)[comm.index]
+
+    def send(self, comm, source, peer):
+        self._note("send", source.size, source.dtype, "to", peer, self._on)
+        self.world.put((comm.id, comm.index, peer), source.copy())
+
+    def receive(self, comm, out, peer):
+        self._note("receive", out.size, out.dtype, "from", peer, self._on)
+
+        def take():
+            out[...] = self.world.take((comm.id, peer, comm.index))
+
+        if self._late is None:
+            take()
+        else:
+            self._late.append(take)
+
+    def error(self, comm):
+        return self.failure
+
+    def abort(self, comm):
+        self._note("abort")
+
+    def destroy(self, comm):
+        self._note("destroy")
+
+
+def _reduced(items, reduce):
+    return {"sum": np.add, "max": np.maximum}[reduce].reduce(items)
+
+
+def _batch(array, start, operand, shape, count):
+    """`count` matrices as cuBLAS sees them from the address at which an array begins."""
+    size = array.itemsize
+    along = (operand.leading * size, size)
+    if operand.turned:
+        along = along[::-1]
+    base = np.ndarray((), array.dtype, buffer=_bytes_from(array, start * size))
+    return as_strided(base, (count, *shape), (operand.step * size, *along))
+
+
+def _bytes_from(array, offset):
+    """The memory behind an address in an array, which the views above stay within."""
+    owner = array
+    while owner.base is not None and isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    flat = np.lib.stride_tricks.as_strided(
+        np.ndarray((), np.uint8, buffer=owner.reshape(-1).view(np.uint8) if owner.size else b"\0"),
+        (owner.nbytes,), (1,),
+    )  # fmt: skip
+    first = array.__array_interface__["data"][0] - owner.__array_interface__["data"][0] + offset
+    return flat[first:]
