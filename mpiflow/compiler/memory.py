@@ -289,6 +289,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
     times = _Times(program)
     registers = {r.name: r for r in program.registers}
     root = {name: _root(registers, name) for name in registers}
+    root = {name: registers[first].pool or first for name, first in root.items()}
     sharing: dict[str, list[str]] = {}
     for name, first in root.items():
         sharing.setdefault(first, []).append(name)

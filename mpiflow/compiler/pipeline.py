@@ -13,6 +13,8 @@ apart, so that they can wait, those of piece j are 3v-1-j.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import zip_longest
 
 from mpiflow.compiler.domains import DATA
 from mpiflow.errors import UsageError
@@ -20,6 +22,7 @@ from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.sbp import B
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Register, Task
+from mpiflow.plan.seats import Span, take_seats
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
@@ -179,7 +182,7 @@ def with_slots(program: Program) -> Program:
                     groups.setdefault(_root(registers, name), []).append(task)
     late = _unawaited(program, loop)
     slots = {name: _slots(program, tasks, late) for name, tasks in groups.items()}
-    return replace(
+    program = replace(
         program,
         registers=tuple(
             replace(r, slots=n, rewound=True) if (n := slots.get(_root(registers, r.name), 1)) > 1
@@ -187,6 +190,43 @@ def with_slots(program: Program) -> Program:
             for r in program.registers
         ),
     )  # fmt: skip
+    return _with_pools(program, groups)
+
+
+def _with_pools(program: Program, groups: dict[str, list[Task]]) -> Program:
+    """With slots in common for registers of one size that segments need at different times.
+
+    What a piece of the model keeps for its backward pass is like what another keeps. Only kernels
+    use such a register, as they follow one another.
+    """
+    registers = {r.name: r for r in program.registers}
+    shared = {r.aliases for r in program.registers}
+    alike: dict[tuple[str, int], dict[Span, list[str]]] = {}
+    for name, tasks in groups.items():
+        register, segments = registers[name], [task.segment for task in tasks]
+        first, last = min(segments), max(segments)
+        kernels = all(task.stream == COMPUTE for task in tasks)
+        if first < last and kernels and name not in shared:
+            spans = alike.setdefault((register.space, register.nbytes), {})
+            spans.setdefault((first, last), []).append(name)
+    pooled: dict[str, Register] = {}
+    count = cache(partial(_seat_count, program.sequence))
+    for spans in alike.values():
+        for row in zip_longest(*spans.values()):
+            members = {name: span for name, span in zip(row, spans, strict=True) if name}
+            slots = count(tuple(members.values()))
+            if slots < sum(registers[name].slots for name in members):
+                pool = next(iter(members))
+                pooled |= {
+                    n: replace(registers[n], slots=slots, rewound=True, pool=pool) for n in members
+                }
+    return replace(program, registers=tuple(pooled.get(r.name, r) for r in program.registers))
+
+
+def _seat_count(sequence: Sequence, spans: tuple[Span, ...]) -> int:
+    """How many slots registers need together that are in use for these spans."""
+    taken = take_seats(sequence, dict(enumerate(spans)))
+    return 1 + max(seat for each in taken for seat in each.values())
 
 
 def _unawaited(program: Program, loop: int) -> set[str]:

@@ -47,7 +47,8 @@ class Register:
     Firing after firing takes the next slot, over steps; with `rewound`, micro-batch k of every step
     takes slot k modulo `slots`. `aliases` names the register or variable whose memory this one
     shares on purpose. `micro` is the micro-batch that it holds, in a program that `unroll` made.
-    `space` is "" for memory of what computes, or "pinned", see `plan.places`.
+    `space` is "" for memory of what computes, or "pinned", see `plan.places`. `pool` names rewound
+    slots that registers of several segments take as they are free, see `plan.seats`.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Register:
     micro: int = 0
     rewound: bool = False
     space: str = ""
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dataclasses import replace
 from mpiflow.graph.sbp import B
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Register, Task
+from mpiflow.plan.seats import seats
 
 ENOUGH = 3
 """Micro-batches that stand for any number: a first, one in the middle and a last.
@@ -74,6 +75,7 @@ class _Unroller:
         for i, task in enumerate(program.tasks):
             for segment in (None, task.segment):
                 self.members.setdefault((task.phase, segment), []).append(i)
+        self.seats = seats(program)
         self.first = self._beginning_turns()
         self.turns = {phase: self._turns(phase) for phase in sorted(set(self.phase.values()))}
         self.waits: dict[tuple[str, int], list[str]] = {}
@@ -215,7 +217,11 @@ class _Unroller:
             else:
                 aliases = self._name(register.aliases, micro, self.loop[register.name])
             name = _numbered(register.name, micro)
-            copies.append(replace(register, name=name, aliases=aliases, micro=micro))
+            copy = replace(register, name=name, aliases=aliases, micro=micro)
+            if register.pool:
+                place = register.offset + self.seats[register.name][micro] * register.nbytes
+                copy = replace(copy, offset=place, slots=1, pool="")
+            copies.append(copy)
         return copies
 
 

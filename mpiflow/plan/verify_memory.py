@@ -17,6 +17,7 @@ from mpiflow.errors import VerifyError
 from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD, workspace_space
 from mpiflow.plan.records import WRITE, Plan, Program, Variable
+from mpiflow.plan.seats import seats
 from mpiflow.plan.verify_layout import label
 from mpiflow.plan.walk import Order, Use
 
@@ -107,7 +108,7 @@ def _of_variables(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
 def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
     """A piece for each micro-batch that has a register of its own; what is read ahead is one."""
     lasting = {output.register for output in step.program.outputs}
-    names = {variable.name for variable in variables}
+    names, seated = {variable.name for variable in variables}, seats(step.program)
     for r in step.program.registers:
         maker = step.makers[r.name]
         tasks = (maker, *step.users.get(r.name, ()))
@@ -115,6 +116,8 @@ def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
         parts = step.in_parts(r.name) and not ahead
         for micro in range(step.count) if parts else (0,):
             slot, slots = (micro % r.slots, 1) if r.rewound else (0, r.slots)
+            if r.pool:
+                slot = seated[r.name][micro]
             start = r.offset + slot * r.nbytes
             yield Piece(
                 f"register {r.name}" + f" of micro-batch {micro + 1}" * parts,

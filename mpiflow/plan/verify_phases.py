@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import B, layout_text
 from mpiflow.plan.places import AHEAD
-from mpiflow.plan.records import WRITE, Program, Register, Task
+from mpiflow.plan.records import COMPUTE, WRITE, Program, Register, Task
 from mpiflow.plan.verify_layout import label
 
 GATHERING = ("Accumulate", "Collect")
@@ -132,7 +132,9 @@ def _check_sequence(program: Program, context: str) -> None:
     loop = max((task.phase for task in program.tasks if task.phase % 2), default=0)
     segments = sorted({task.segment for task in program.tasks if task.phase == loop and loop})
     if not program.sequence:
-        if any(task.segment for task in program.tasks) or any(r.rewound for r in program.registers):
+        if any(task.segment for task in program.tasks) or any(
+            r.rewound or r.pool for r in program.registers
+        ):
             raise VerifyError(
                 f"{context} has segments or slots of them, but no order to do them in"
             )
@@ -161,3 +163,26 @@ def _check_sequence(program: Program, context: str) -> None:
                 f"{context}: the slots of {register.name} begin anew with each step, but it is read"
                 " ahead of steps, or the same for all micro-batches"
             )
+    _check_pools(program, loop, context)
+
+
+def _check_pools(program: Program, loop: int, context: str) -> None:
+    """Registers of a pool have the same slots, and only kernels of the last loop use them."""
+    pooled = {r.name: r for r in program.registers if r.pool}
+    first: dict[str, Register] = {}
+    for name, register in pooled.items():
+        other = first.setdefault(register.pool, register)
+        mine, its = ((r.space, r.offset, r.nbytes, r.slots) for r in (register, other))
+        if mine != its or register.aliases or not register.rewound:
+            raise VerifyError(
+                f"{context}: {name} and {other.name} take turns in the slots of"
+                f" {register.pool}, but do not have the same, beginning anew with each step"
+            )
+    for task in program.tasks:
+        for name in (*task.inputs, *task.outputs):
+            if name in pooled and (task.stream != COMPUTE or task.phase != loop):
+                raise VerifyError(
+                    f"{context}: {name} takes turns with others in the slots of"
+                    f" {pooled[name].pool}, so only kernels of the last loop may use it, not"
+                    f" {label(task)}"
+                )
