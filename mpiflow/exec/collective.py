@@ -30,16 +30,19 @@ Copy = tuple[np.ndarray, np.ndarray]
 class Collective:
     """One collective of one rank; `start` it, then `test` until it is over."""
 
-    __slots__ = ("_after", "_before", "_request", "_start")
+    __slots__ = ("_after", "_before", "_copy", "_request", "_start")
 
-    def __init__(self, start: Callable[[], Request], before: list[Copy], after: list[Copy]) -> None:
+    def __init__(
+        self, group: Group, start: Callable[[], Request], before: list[Copy], after: list[Copy]
+    ) -> None:
         self._start, self._before, self._after = start, before, after
+        self._copy = group.copy
         self._request: Request
 
     def start(self) -> None:
         """Pack and begin."""
         for target, source in self._before:
-            np.copyto(target, source)
+            self._copy(target, source)
         self._request = self._start()
 
     def test(self) -> bool:
@@ -47,7 +50,7 @@ class Collective:
         if not self._request.test():
             return False
         for target, source in self._after:
-            np.copyto(target, source)
+            self._copy(target, source)
         return True
 
 
@@ -89,7 +92,7 @@ def bind_message(
     bind = group.bind_send if task.kind == SEND else group.bind_receive
     if not is_in_pieces(task):
         start = bind(_flat(view), whole.rank_in_stage(stage, rank.rank), tag)
-        return Collective(start, [], [])
+        return Collective(group, start, [], [])
     base = rank.box(register)
     return Pieces([
         bind(_part(view, box, base), whole.rank_in_stage(stage, place), tag)
@@ -114,21 +117,21 @@ def bind_collective(
         return _all_reduce(task, rank, registers, views, arena, group)
     if len(task.inputs) > 1:
         start, sent, received = packed.bind(task, rank, registers, views, arena, group)
-        return Collective(start, sent, [(place, piece) for piece, place in received])
+        return Collective(group, start, sent, [(place, piece) for piece, place in received])
     peers, counts = rank.peers(task.axis), rank.counts(task, registers)
     match task.op:
         case "all_gather":
             boxes = [peer.box(source) for peer in peers]
             flat, pieces = _pieces(task, arena, receive, rank.box(target), boxes)
             after = [(part, piece) for piece, part in pieces]
-            return Collective(group.bind_all_gather(_flat(send), flat, counts), [], after)
+            return Collective(group, group.bind_all_gather(_flat(send), flat, counts), [], after)
         case "reduce_scatter":
             boxes = [peer.box(target) for peer in peers]
             flat, pieces = _pieces(task, arena, send, rank.box(source), boxes)
             start = group.bind_reduce_scatter(
                 flat, _flat(receive), counts, task.attributes["reduce"]
             )
-            return Collective(start, pieces, [])
+            return Collective(group, start, pieces, [])
     return _exchange(task, rank, source, target, send, receive, peers, arena, group)
 
 
@@ -151,7 +154,7 @@ def _all_reduce(
     else:
         elements = reduced_elements(members, rank)
         buffer = arena.view(members[0].offset, (elements,), target.dtype)
-    return Collective(group.bind_all_reduce(buffer, task.attributes["reduce"]), before, [])
+    return Collective(group, group.bind_all_reduce(buffer, task.attributes["reduce"]), before, [])
 
 
 def _exchange(
@@ -176,7 +179,7 @@ def _exchange(
     start = group.bind_all_to_all(
         out, [_elements(box) for box in leaving], back, [_elements(box) for box in coming]
     )
-    return Collective(start, before, [(part, piece) for piece, part in after])
+    return Collective(group, start, before, [(part, piece) for piece, part in after])
 
 
 def _pieces(
@@ -208,7 +211,8 @@ def _staged(
 def _part(view: np.ndarray, box: Box, base: Box) -> np.ndarray:
     """A part of a shard that begins at `base`: a view, with a dim even of a scalar."""
     where: Any = (*_within(box, base), ...)
-    return np.atleast_1d(view[where])
+    part = view[where]
+    return part if part.ndim else part.reshape(1)
 
 
 def _within(box: Box, base: Box) -> tuple[slice, ...]:

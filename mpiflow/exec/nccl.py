@@ -12,32 +12,39 @@ what NCCL is not for: digests, barriers, heartbeats.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from mpiflow.errors import LaunchError, MpiflowError, TaskError
 from mpiflow.exec.cuda_driver import Driver
 from mpiflow.exec.transport import Call, Group, Operation, Transport
+from mpiflow.plan.records import SEND
 
 
-def share_ids(
-    transport: Transport, driver: Driver, members: Sequence[tuple[int, ...]]
-) -> list[bytes]:
-    """Collective. An id for each of these sets of ranks, which every rank gives in one order.
+def share_id(transport: Transport, driver: Driver, members: tuple[int, ...]) -> bytes:
+    """Collective over all ranks. An id for the communicator of `members`, made by their first.
 
-    That of a set is made by its first member; sets that this rank is no member of have one too.
+    The sets that the ranks name in one call are the same, or have nothing in common.
     """
-    own = b"".join(driver.unique_id() for ranks in members if ranks[0] == transport.rank)
-    found = transport.all_gather(own)
-    taken = dict.fromkeys(range(transport.size), 0)
-    ids = []
-    for ranks in members:
-        first = ranks[0]
-        count = sum(other[0] == first for other in members)
-        size = len(found[first]) // count
-        ids.append(found[first][taken[first] : taken[first] + size])
-        taken[first] += size
-    return ids
+    mine = members[0] == transport.rank
+    return transport.all_gather(driver.unique_id() if mine else b"")[members[0]]
+
+
+def join(
+    transport: Transport, driver: Driver, members: tuple[int, ...], unique_id: bytes, label: str
+) -> Any:
+    """Collective over the members, this rank among them. Their communicator."""
+    try:
+        return driver.communicator(len(members), unique_id, members.index(transport.rank))
+    except MpiflowError:
+        raise
+    except Exception as error:
+        raise LaunchError(
+            f"{transport.name}: {label}: NCCL gave no communicator of ranks"
+            f" {', '.join(map(str, members))}: {error}; NCCL_DEBUG=INFO says more, and"
+            " --route staged does without it"
+        ) from error
 
 
 class NcclGroup(Group):
@@ -48,27 +55,13 @@ class NcclGroup(Group):
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        driver: Driver,
-        members: tuple[int, ...],
-        unique_id: bytes,
-        label: str,
+        self, transport: Transport, driver: Driver, members: tuple[int, ...], label: str
     ) -> None:
-        """Collective over the members."""
+        """Collective over all ranks, which name parts of all, as for `Transport.group`."""
         super().__init__(label, len(members), members.index(transport.rank))
-        self.driver = driver
-        self._name = transport.name
-        try:
-            self.communicator = driver.communicator(self.size, unique_id, self.index)
-        except MpiflowError:
-            raise
-        except Exception as error:
-            raise LaunchError(
-                f"{transport.name}: {label}: NCCL gave no communicator of ranks"
-                f" {', '.join(map(str, members))}: {error}; NCCL_DEBUG=INFO says more, and"
-                " --route staged does without it"
-            ) from error
+        self.driver, self._name = driver, transport.name
+        unique_id = share_id(transport, driver, members)
+        self.communicator = join(transport, driver, members, unique_id, label)
 
     def copy(self, target: Any, source: Any) -> None:
         """In turn with what is sent and received."""
@@ -76,14 +69,7 @@ class NcclGroup(Group):
 
     def check(self) -> None:
         """TaskError where NCCL has failed beside this thread; what it had begun is ended."""
-        failure = self.driver.error(self.communicator)
-        if failure:
-            self.driver.abort(self.communicator)
-            raise TaskError(f"{self._name}: {self.label}: NCCL failed: {failure}")
-
-    def abort(self) -> None:
-        """End what is under way, so that the process can end."""
-        self.driver.abort(self.communicator)
+        _check(self.driver, self.communicator, f"{self._name}: {self.label}")
 
     def free(self) -> None:
         """Collective. Give back the communicator; nothing may be under way."""
@@ -95,21 +81,76 @@ class NcclGroup(Group):
             raise TaskError(f"{self.label}: {call}: NCCL cannot reduce bool; cast to int32 before")
 
     def _bind(self, call: Call, nbytes: int) -> Operation:
-        if not (call.send.flags.c_contiguous and call.receive.flags.c_contiguous):
-            raise TaskError(
-                f"{self.label}: {call}: NCCL takes contiguous memory, and this is a part of an"
-                " array, as stages with unequal ranks send; make the plan with --route staged"
-            )
-        return NcclOperation(self, call, nbytes)
+        return NcclOperation(self, self.driver, self.communicator, call, nbytes)
+
+
+class NcclStages(Group):
+    """All ranks, for messages between stages.
+
+    Each direction between two stages has a communicator of its own, as NCCL does what it is given
+    for one in turn, and a send must not wait for a receive.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        driver: Driver,
+        stages: Sequence[int],
+        links: Sequence[tuple[int, int]],
+    ) -> None:
+        """Collective over all ranks. The stage of each rank; which stage sends to which."""
+        super().__init__("stage", transport.size, transport.rank)
+        self.driver, self._stages = driver, stages
+        self._links: dict[tuple[int, int], tuple[Any, tuple[int, ...]]] = {}
+        self._name = transport.name
+        for link in links:
+            members = tuple(rank for rank, stage in enumerate(stages) if stage in link)
+            unique_id = share_id(transport, driver, members)
+            if transport.rank in members:
+                label = f"stage {link[0]} to {link[1]}"
+                self._links[link] = join(transport, driver, members, unique_id, label), members
+
+    def copy(self, target: Any, source: Any) -> None:
+        """In turn with what is sent and received."""
+        self.driver.arrays.copyto(target, source)
+
+    def check(self) -> None:
+        """TaskError where NCCL has failed beside this thread; what it had begun is ended."""
+        for (first, last), (comm, _) in self._links.items():
+            _check(self.driver, comm, f"{self._name}: stage {first} to {last}")
+
+    def free(self) -> None:
+        """Collective. Give back the communicators; nothing may be under way."""
+        for comm, _ in self._links.values():
+            self.driver.destroy(comm)
+
+    def _bind(self, call: Call, nbytes: int) -> Operation:
+        ends = self._stages[self.index], self._stages[call.peer]
+        comm, members = self._links[ends if call.kind == SEND else ends[::-1]]
+        inner = replace(call, peer=members.index(call.peer))
+        return NcclOperation(self, self.driver, comm, inner, nbytes)
+
+
+def _check(driver: Driver, communicator: Any, who: str) -> None:
+    failure = driver.error(communicator)
+    if failure:
+        driver.abort(communicator)
+        raise TaskError(f"{who}: NCCL failed: {failure}")
 
 
 class NcclOperation(Operation):
     """What is started on the stream of the driver."""
 
-    _group: NcclGroup
-
-    def __init__(self, group: NcclGroup, call: Call, nbytes: int) -> None:
+    def __init__(
+        self, group: Group, driver: Driver, communicator: Any, call: Call, nbytes: int
+    ) -> None:
         super().__init__(group, call, nbytes)
+        if not (call.send.flags.c_contiguous and call.receive.flags.c_contiguous):
+            raise TaskError(
+                f"{group.label}: {call}: NCCL takes contiguous memory, and this is a part of an"
+                " array, as stages with unequal ranks send; make the plan with --route staged"
+            )
+        self._driver, self._communicator = driver, communicator
         self._start = getattr(self, f"_{call.kind}")
 
     def _begin(self) -> None:
@@ -119,50 +160,50 @@ class NcclOperation(Operation):
         return True
 
     def _all_reduce(self) -> None:
-        group, call = self._group, self._call
-        group.driver.all_reduce(group.communicator, call.receive, call.send, call.reduce)
+        call, comm = self._call, self._communicator
+        self._driver.all_reduce(comm, call.receive, call.send, call.reduce)
 
     def _all_gather(self) -> None:
-        group, call, driver = self._group, self._call, self._group.driver
+        call, driver, comm = self._call, self._driver, self._communicator
         if len(set(call.receive_counts)) == 1:
-            driver.all_gather(group.communicator, call.receive, call.send)
+            driver.all_gather(comm, call.receive, call.send)
             return
         with driver.group():
             for root, part in enumerate(_parts(call.receive, call.receive_counts)):
-                source = call.send if root == group.index else part
+                source = call.send if root == self._group.index else part
                 if part.size:
-                    driver.broadcast(group.communicator, part, source, root)
+                    driver.broadcast(comm, part, source, root)
 
     def _reduce_scatter(self) -> None:
-        group, call, driver = self._group, self._call, self._group.driver
+        call, driver, comm = self._call, self._driver, self._communicator
         if len(set(call.send_counts)) == 1:
-            driver.reduce_scatter(group.communicator, call.receive, call.send, call.reduce)
+            driver.reduce_scatter(comm, call.receive, call.send, call.reduce)
             return
         with driver.group():
             for root, part in enumerate(_parts(call.send, call.send_counts)):
-                out = call.receive if root == group.index else part
+                out = call.receive if root == self._group.index else part
                 if part.size:
-                    driver.reduce(group.communicator, out, part, call.reduce, root)
+                    driver.reduce(comm, out, part, call.reduce, root)
 
     def _all_to_all(self) -> None:
-        group, call, driver = self._group, self._call, self._group.driver
+        call, driver, comm = self._call, self._driver, self._communicator
         leaving = _parts(call.send, call.send_counts)
         coming = _parts(call.receive, call.receive_counts)
-        group.copy(coming[group.index], leaving[group.index])
+        self._group.copy(coming[self._group.index], leaving[self._group.index])
         with driver.group():
             for peer, (part, other) in enumerate(zip(leaving, coming, strict=True)):
-                if peer != group.index and part.size:
-                    driver.send(group.communicator, part, peer)
-                if peer != group.index and other.size:
-                    driver.receive(group.communicator, other, peer)
+                if peer != self._group.index and part.size:
+                    driver.send(comm, part, peer)
+                if peer != self._group.index and other.size:
+                    driver.receive(comm, other, peer)
 
     def _send(self) -> None:
-        group, call = self._group, self._call
-        group.driver.send(group.communicator, call.send, call.peer)
+        call, comm = self._call, self._communicator
+        self._driver.send(comm, call.send, call.peer)
 
     def _receive(self) -> None:
-        group, call = self._group, self._call
-        group.driver.receive(group.communicator, call.receive, call.peer)
+        call, comm = self._call, self._communicator
+        self._driver.receive(comm, call.receive, call.peer)
 
 
 def _parts(array: Any, counts: tuple[int, ...]) -> list[Any]:

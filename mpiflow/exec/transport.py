@@ -159,6 +159,10 @@ class Group(ABC):
         self.index = index
         self.sent = 0
 
+    def copy(self, target: Any, source: Any) -> None:
+        """Bring what an exchange takes, or gives, to its place."""
+        np.copyto(target, source)
+
     def bind_all_reduce(self, buffer: np.ndarray, reduce: str = "sum") -> Start:
         """Collective. Gives every member the sum or maximum of all buffers, in place."""
         count = (buffer.size,)

@@ -9,7 +9,7 @@ from gpu_stand_in import StandIn, World
 
 from mpiflow.errors import LaunchError, TaskError
 from mpiflow.exec.local import LocalWorld
-from mpiflow.exec.nccl import NcclGroup, share_ids
+from mpiflow.exec.nccl import NcclGroup, NcclStages
 
 
 def on_ranks(size, work):
@@ -19,8 +19,7 @@ def on_ranks(size, work):
     def run(rank):
         driver, transport = StandIn(gpus), world.transports[rank]
         members = tuple(range(size))
-        (unique,) = share_ids(transport, driver, [members])
-        group = NcclGroup(transport, driver, members, unique, "data")
+        group = NcclGroup(transport, driver, members, "data")
         driver.calls.clear()
         return work(group), driver.calls
 
@@ -150,18 +149,41 @@ def test_parts_of_arrays_are_not_sent():
     on_ranks(2, work)
 
 
-def test_ids_of_several_communicators_reach_their_members():
+def test_groups_of_an_axis_are_made_in_one_call():
     world, gpus = LocalWorld(4), World(4)
-    members = [(0, 1), (2, 3), (0, 2), (0, 1, 2, 3), (1, 3)]
 
     def run(rank):
-        return share_ids(world.transports[rank], StandIn(gpus), members)
+        members = (0, 2) if rank % 2 == 0 else (1, 3)
+        group = NcclGroup(world.transports[rank], StandIn(gpus), members, "data")
+        buffer = np.array([rank], "float32")
+        do(group.bind_all_reduce(buffer))
+        return buffer[0]
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, range(4)))
-    assert all(each == found[0] for each in found)
-    assert len(set(found[0])) == len(members)
-    assert {len(each) for each in found[0]} == {128}
+        assert list(pool.map(run, range(4))) == [2, 4, 2, 4]
+
+
+def test_stages_have_a_communicator_for_each_direction():
+    world, gpus = LocalWorld(3), World(3)  # stage 0 has ranks 0 and 1, stage 1 has rank 2
+
+    def run(rank):
+        driver = StandIn(gpus)
+        stages = NcclStages(world.transports[rank], driver, (0, 0, 1), [(0, 1), (1, 0)])
+        assert len([call for call in driver.calls if call.startswith("communicator")]) == 2
+        buffer = np.array([rank], "float32")
+        if rank < 2:
+            do(stages.bind_send(buffer, 2, tag=0))
+            do(stages.bind_receive(buffer, 2, tag=1))
+            return buffer[0]
+        received = [np.empty(1, "float32") for _ in range(2)]
+        for peer in range(2):
+            do(stages.bind_receive(received[peer], peer, tag=0))
+        for peer in range(2):
+            do(stages.bind_send(received[peer] * 10, peer, tag=1))
+        return stages.sent
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [0, 10, 8]
 
 
 def test_a_refusal_of_nccl_says_what_to_do():
@@ -171,4 +193,4 @@ def test_a_refusal_of_nccl_says_what_to_do():
 
     transport = LocalWorld(1).transports[0]
     with pytest.raises(LaunchError, match="Duplicate GPU detected; NCCL_DEBUG=INFO says more"):
-        NcclGroup(transport, Refusing(), (0,), bytes(128), "data")
+        NcclGroup(transport, Refusing(), (0,), "data")
