@@ -67,6 +67,7 @@ from mpiflow.graph.sbp import B, Layout
 from mpiflow.job import Job
 from mpiflow.optim import average_name
 from mpiflow.plan.records import (
+    MOST_FIRINGS,
     DataSet,
     Plan,
     Program,
@@ -182,7 +183,15 @@ class _Compiler:
 
     def _timed(self, graph: Graph) -> Timing | None:
         count = self.job.micro_batches
-        return divide(graph, count) if count > 1 else None
+        if count == 1:
+            return None
+        nodes = len(graph.live())
+        if count * nodes > MOST_FIRINGS:
+            raise CompileError(
+                f"{count} micro-batches of a model with {nodes} nodes are too many for one step;"
+                f" take up to {MOST_FIRINGS // nodes}"
+            )
+        return divide(graph, count)
 
     def _limits(self, timed: bool) -> list[Limit]:
         """What may be split where the fastest layouts hold too much, in the order to be tried."""

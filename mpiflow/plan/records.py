@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 
+MOST_FIRINGS = 2**23
+"""Of a step in micro-batches: these are proven in minutes, and no step is known to have as many."""
+
 COMPUTE, READ, WRITE = "compute", "read", "write"
 SEND, RECEIVE = "send", "receive"
 """Kinds of tasks whose streams are named after these and the other stage: `send.1`."""

@@ -196,9 +196,11 @@ def _encode_tuple(kind: Any, value: Any, path: str) -> list[Any]:
 
 
 def _encode_float(value: Any, path: str) -> float:
-    if type(value) in (int, float) and isfinite(value):
+    if type(value) in (int, float) and 0 <= value <= _LARGEST:
         return float(value)
-    raise PlanError(f"{path} is {value!r} of {type(value).__name__}, not a finite float")
+    raise PlanError(
+        f"{path} is {value!r} of {type(value).__name__}, not a float from 0 to {_LARGEST}"
+    )
 
 
 def _encode_plain(kind: type, value: Any, path: str) -> Any:
@@ -248,8 +250,8 @@ def _decode(value: Any, kind: Any, path: str) -> Any:
         return {key: _decode_free(item, f"{path}.{key}") for key, item in items.items()}
     if kind is float:
         number = float(_expect(value, float, name))
-        if not isfinite(number) or number < 0:
-            raise PlanError(f"{name} is {number}; it must be a number of 0 or more")
+        if not 0 <= number <= _LARGEST:
+            raise PlanError(f"{name} is {number}; it must be a number from 0 to {_LARGEST}")
         return number
     if kind is int and not 0 <= _expect(value, int, name) <= _LARGEST:
         raise PlanError(f"{name} is {value}; it must be from 0 to {_LARGEST}")

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import B, layout_text
 from mpiflow.plan.places import AHEAD
-from mpiflow.plan.records import COMPUTE, WRITE, Program, Register, Task
+from mpiflow.plan.records import COMPUTE, MOST_FIRINGS, WRITE, Program, Register, Task
 from mpiflow.plan.verify_layout import label
 
 GATHERING = ("Accumulate", "Collect")
@@ -19,11 +19,20 @@ GATHERING = ("Accumulate", "Collect")
 
 
 def check_count(program: Program, context: str) -> None:
-    """VerifyError unless the program's rows can be cut into its micro-batches."""
+    """VerifyError unless the rows can be cut into the micro-batches, of which there may be so many.
+
+    Whoever writes the loops out may do so after that.
+    """
     count = program.micro_batches
     if count < 1 or program.rows % count:
         raise VerifyError(
             f"{context} has {count} micro-batches, which do not divide its {program.rows} rows"
+        )
+    tasks = sum(task.phase % 2 for task in program.tasks) or 1
+    if count > 1 and count * tasks > MOST_FIRINGS:
+        raise VerifyError(
+            f"{context} does {tasks} tasks for each of {count} micro-batches; a step may have"
+            f" {MOST_FIRINGS} firings"
         )
 
 

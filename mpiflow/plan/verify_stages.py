@@ -28,11 +28,14 @@ def check_parts(plan: Plan) -> None:
     """VerifyError unless every stage has the same programs, and a place for its memory."""
     count = plan.mesh.stages
     kinds = arena_names(plan.device)
-    wanted = {*kinds, *(f"{kind}.{stage}" for kind in kinds for stage in range(count))}
-    if {name for name, _ in plan.arenas} != wanted:
+    found = {name for name, _ in plan.arenas}
+    as_many = len(plan.arenas) == (count + 1) * len(kinds)
+    if not as_many or found != {
+        *kinds, *(f"{kind}.{stage}" for kind in kinds for stage in range(count))
+    }:  # fmt: skip
         raise VerifyError(
             f"the plan has {count} stages and the arenas {', '.join(n for n, _ in plan.arenas)};"
-            f" it needs {', '.join(sorted(wanted))}"
+            f" it needs {', '.join(kinds)} for all of them, and one for each, as {kinds[0]}.0"
         )
     sizes = dict(plan.arenas)
     for kind in kinds:

@@ -266,6 +266,12 @@ def test_a_number_that_does_not_divide_the_batch_is_refused(count):
         replace(classifier(24), micro_batches=count)
 
 
+def test_more_micro_batches_than_can_be_planned_are_refused_with_how_many_can():
+    with pytest.raises(CompileError, match=r"1048576 micro-batches .* take up to (\d+)$") as caught:
+        compile_for("data=2", replace(classifier(2**20), micro_batches=2**20), rows=2**20)
+    assert 10_000 < int(str(caught.value).rpartition(" ")[2]) < 2**20
+
+
 def test_a_micro_batch_smaller_than_the_ranks_that_split_it_is_noted():
     job = replace(classifier(24), micro_batches=12, evaluate=None)
     idle = "a micro-batch of 2 rows is split over 3 ranks"

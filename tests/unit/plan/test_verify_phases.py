@@ -48,6 +48,15 @@ def test_micro_batches_that_do_not_divide_the_rows_are_refused(count):
     )
 
 
+@pytest.mark.parametrize(("count", "loops"), [(10**6, True), (10**18, True), (10**18, False)])
+def test_too_many_micro_batches_are_refused_before_they_are_written_out(count, loops):
+    def grown(program):
+        tasks = program.tasks if loops else tuple(replace(t, phase=0) for t in program.tasks)
+        return replace(program, rows=count, micro_batches=count, tasks=tasks)
+
+    assert f"of {count} micro-batches; a step may have 8388608 firings" in rejection(grown)
+
+
 def test_a_task_of_a_single_micro_batch_is_refused():
     assert "is of micro-batch 2; a plan lists what all of them do" in rejection(
         lambda p: with_task(p, place("out/linear"), micro=2)

@@ -52,6 +52,13 @@ def test_every_stage_has_an_arena_and_the_first_is_the_largest(plan, change, say
         verify(replace(plan, arenas=change(plan.arenas)))
 
 
+@pytest.mark.parametrize("stages", [4, 10**18])
+def test_more_stages_than_there_are_arenas_are_refused(plan, stages):
+    axes = tuple((name, stages if name == "stage" else size) for name, size in plan.mesh.axes)
+    with pytest.raises(VerifyError, match=f"the plan has {stages} stages and the arenas host, "):
+        verify(replace(plan, mesh=replace(plan.mesh, axes=axes)))
+
+
 def test_what_several_stages_keep_is_alike(plan):
     first, *others = [v for v in plan.variables if v.name == "gain"]
     assert others
