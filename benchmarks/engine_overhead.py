@@ -27,7 +27,8 @@ from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.exec.device import Cpu
-from mpiflow.exec.engine import Engine, KernelLane, MessageLane
+from mpiflow.exec.engine import Engine
+from mpiflow.exec.lanes import KernelLane, MessageLane
 from mpiflow.exec.local import LocalWorld, run_local
 from mpiflow.exec.segments import Segment
 from mpiflow.exec.session import Session

@@ -22,7 +22,7 @@ from mpiflow import nn
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
-from mpiflow.exec.engine import KernelLane, MessageLane
+from mpiflow.exec.lanes import KernelLane, MessageLane
 from mpiflow.exec.launch import connect
 from mpiflow.exec.session import Session
 from mpiflow.graph.mesh import Mesh

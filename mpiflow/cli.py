@@ -251,6 +251,9 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                     _argument("--check-finite", action="store_true",
                               help="look at what each task makes, and name the first nan or"
                               " infinity (slow)"),
+                    _argument("--device-seed", type=int, default=0, metavar="N",
+                              help="with --device fake: which of the orders that a device may"
+                              " choose its streams go on in"),
                     _argument("--accept-changes", action="store_true",
                               help="go on from a checkpoint of a changed program"),
                     _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",

@@ -274,7 +274,8 @@ def run(options: Namespace) -> int:
         text = transport.on_root(lambda: _plan_text(options, transport.size))
         made = store.loads(text.encode(), version=__version__)
         _load_user_ops(made, options)
-        open_device(_device_of(made, options.device), made.device)
+        seed = f"{options.device_seed}/{transport.rank}"
+        device = open_device(_device_of(made, options.device), made.device, seed)
         out = Path(options.out) if options.out else Path("run") / made.job
         code = train(
             made,
@@ -290,6 +291,7 @@ def run(options: Namespace) -> int:
                 options.stall,
                 options.check_finite,
             ),
+            device,
         )
     return code
 

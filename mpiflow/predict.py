@@ -139,7 +139,8 @@ def run(
     data = plan.data[0]
     reader = open_reader(data, options.data, rows=_span(plan, transport.rank), tail=True)
     session = Session(plan, transport, {data.name: reader}, start_thread=failure.start_thread)
-    load_first(plan.first, Path(), session.boxes(), session.variables)
+    with session.filling() as arrays:
+        load_first(plan.first, Path(), session.boxes(), arrays)
     out = RowsFile(options.out, datasets, f"{transport.name}: ")
     _steps(plan, session, out)
     session.close()

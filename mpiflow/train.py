@@ -20,6 +20,7 @@ from typing import Any
 
 from mpiflow import metrics, runfolder
 from mpiflow.errors import TaskError
+from mpiflow.exec.device import Device
 from mpiflow.exec.failure import Failure
 from mpiflow.exec.launch import check_ranks
 from mpiflow.exec.session import Session
@@ -62,7 +63,13 @@ class Options:
     check_finite: bool = False
 
 
-def run(plan: Plan, transport: Transport, failure: Failure, options: Options) -> int:
+def run(
+    plan: Plan,
+    transport: Transport,
+    failure: Failure,
+    options: Options,
+    device: Device | None = None,
+) -> int:
     """Collective. Train, evaluate and save as the plan says; gives the exit code."""
     check_ranks(transport, plan.mesh.size)
     with RunLock() as lock:
@@ -70,14 +77,19 @@ def run(plan: Plan, transport: Transport, failure: Failure, options: Options) ->
             **transport.on_root(lambda: runfolder.prepare(plan, options, lock).plain())
         )
         if not start.complete:
-            return _train(plan, transport, failure, options, start)
+            return _train(plan, transport, failure, options, start, device)
     if transport.rank == 0:
         Progress(0, 0, 0).say(_nothing_to_train(start.step, plan, options))
     return 0
 
 
 def _train(
-    plan: Plan, transport: Transport, failure: Failure, options: Options, start: runfolder.Start
+    plan: Plan,
+    transport: Transport,
+    failure: Failure,
+    options: Options,
+    start: runfolder.Start,
+    device: Device | None,
 ) -> int:
     failure.use_folder(options.out)
     readers = open_readers(plan, transport.rank, options.data)
@@ -86,6 +98,7 @@ def _train(
         transport,
         readers,
         start_thread=failure.start_thread,
+        device=device,
         check_finite=options.check_finite,
     )
     loop = _Loop(plan, transport, session, options, start)
@@ -207,14 +220,14 @@ class _Loop:
         if self.start.checkpoint:
             saved = manifest.load(Path(self.start.checkpoint), look=False)
             boxes = self.session.boxes()
-            with read.CheckpointReader(saved) as reader:
-                for name, array in self.session.variables.items():
+            with read.CheckpointReader(saved) as reader, self.session.filling() as arrays:
+                for name, array in arrays.items():
                     reader.restore(name, boxes[name], array)
         else:
             self.session.run("initialise")
             if self.plan.first.path:
-                variables = self.session.variables
-                load_first(self.plan.first, self.options.data, self.session.boxes(), variables)
+                with self.session.filling() as arrays:
+                    load_first(self.plan.first, self.options.data, self.session.boxes(), arrays)
 
     def _train_step(self) -> None:
         self.measured.before(self.step)

@@ -2,8 +2,11 @@
 
 --no-skips FOLDER lets the tests below a folder fail where they would be skipped.
 --cases N lets tests of random cases have so many.
+--device fake runs plans that tests compile with tests/jobs.py on a fake device, not on the CPU.
+--route NAME says by which route its ranks reach one another (default: staged).
 """
 
+import jobs
 import pytest
 
 
@@ -81,6 +84,9 @@ def pytest_addoption(parser):
         "--cases", type=int, default=3, metavar="N", help="how many random cases tests have"
     )
 
+    parser.addoption("--device", choices=("cpu", "fake"), default="cpu", help="what runs plans")
+    parser.addoption("--route", default="staged", help="between the ranks of --device fake")
+
 
 def pytest_generate_tests(metafunc):
     """A test of random cases takes the number of each as its argument `seed_of_case`."""
@@ -89,5 +95,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_configure(config):
+    if config.option.device == "fake":
+        jobs.ROUTE = config.option.route
     config.pluginmanager.register(RankReport(config), "rank-report")
     config.pluginmanager.register(NoSkips(config.getoption("--no-skips")), "no-skips")

@@ -108,14 +108,14 @@ def execute(transport, groups, case):
     arena = Arena(Cpu(), dict(plan.arenas)["host"])
     arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
     rank = plan.slice(transport.rank, program)
-    binder = Binder(program, plan.tensors(program), rank, plan.mesh, arena, groups, lambda _: None,
-                    polled=transport.polled)  # fmt: skip
+    binder = Binder(program, plan.tensors(program), rank, plan.mesh, {"": arena}, groups,
+                    lambda _: None, polled=transport.polled)  # fmt: skip
     views, found = binder.views(0), {}
 
     class Conversions(InlineStream):
         """Puts in what is converted, and takes out what that gives."""
 
-        def submit(self, segment):
+        def submit(self, segment, after=()):
             for task, call in zip(segment.tasks, segment.calls, strict=True):
                 if task.name.startswith("use"):
                     found[task.inputs[0]] = views[task.inputs[0]].copy()

@@ -14,6 +14,7 @@ from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD
 from mpiflow.exec.failure import Failure
+from mpiflow.exec.fake import Fake
 from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session
 from mpiflow.graph.mesh import parse_mesh
@@ -23,6 +24,10 @@ from mpiflow.plan.records import DataSet, Field
 
 FEATURES, WIDTH, CLASSES, ROWS, TEST_ROWS = 6, 7, 5, 540, 133
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+ROUTE = ""
+"""The route of plans that name none; "" for plans of the host. See --device in conftest.py."""
 
 
 def data_set(name, rows, batch, features=FEATURES):
@@ -81,7 +86,7 @@ def compile_for(
     **more,
 ):
     """The plan of a job whose two data sets have these rows."""
-    batch = job.train.batch
+    batch, route = job.train.batch, route or ROUTE
     data = {"train": data_set("train", rows, batch, features)}
     data |= {name: data_set(name, test_rows, batch, features) for name in job.evaluations}
     target = Target(
@@ -96,6 +101,7 @@ def compile_arrays(mesh, job, arrays, zero=0, pipeline=ONE_FORWARD_ONE_BACKWARD,
     fields = tuple(Field(name, a.shape[1:], a.dtype.name) for name, a in arrays.items())
     rows = len(next(iter(arrays.values())))
     train = DataSet("train", "rows-*.h5", fields, (), rows, job.train.batch, False, 0, 4, 4, "")
+    route = route or ROUTE
     kind = ACCELERATOR if route else HOST
     target = Target(
         parse_mesh(mesh), find_machine("cpu"), kind, route, zero=zero, pipeline=pipeline
@@ -179,13 +185,19 @@ def look(session, program, op, function):
         )  # fmt: skip
 
 
-def on_ranks(plan, work, readers=None):
+def device_of(plan, rank, seed=0):
+    """What runs the plan on a rank: None for one of the host, else a fake device."""
+    return Fake(f"{seed}/{rank}") if plan.device == ACCELERATOR else None
+
+
+def on_ranks(plan, work, readers=None, seed=0):
     """What `work(session)` gives on each rank, with the first failure raised."""
     readers = readers or readers_of(plan)
 
     def rank(transport):
         failure = Failure(transport)
-        session = Session(plan, transport, readers, start_thread=failure.start_thread)
+        session = Session(plan, transport, readers, start_thread=failure.start_thread,
+                          device=device_of(plan, transport.rank, seed))  # fmt: skip
         session.run("initialise")
         result = work(session)
         session.close()

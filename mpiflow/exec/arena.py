@@ -10,10 +10,10 @@ from mpiflow.plan.slice import itemsize
 
 
 class Arena:
-    """`nbytes` zeroed bytes; `peak`, its high-water mark, is how far views reach into it."""
+    """`nbytes` bytes of a space; `peak`, its high-water mark, is how far views reach into it."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self._bytes = device.allocate(nbytes)
+    def __init__(self, device: Device, nbytes: int, space: str = "") -> None:
+        self._bytes = device.allocate(nbytes, space)
         self.device, self.nbytes = device, nbytes
         self.peak = 0
 

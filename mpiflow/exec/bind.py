@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from mpiflow.errors import PlanError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.collective import bind_collective, bind_message
-from mpiflow.exec.engine import KernelLane, Lane, MessageLane, ReadLane
+from mpiflow.exec.lanes import DeviceLane, KernelLane, Lane, MessageLane, ReadLane
 from mpiflow.exec.segments import Call, Segment
 from mpiflow.exec.transport import Group, Message
 from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
 from mpiflow.plan.handshakes import Item, items_of
+from mpiflow.plan.places import D2H, H2D, NCCL, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
@@ -73,6 +73,11 @@ class Step:
         return next((lane for lane in self.lanes if isinstance(lane, KernelLane)), None)
 
     @property
+    def on_device(self) -> tuple[DeviceLane, ...]:
+        """Those that a device goes through by itself."""
+        return tuple(lane for lane in self.lanes if isinstance(lane, DeviceLane))
+
+    @property
     def reads(self) -> ReadLane | None:
         """That of what is read, if anything is."""
         return next((lane for lane in self.lanes if isinstance(lane, ReadLane)), None)
@@ -91,7 +96,7 @@ class Binder:
         registers: dict[str, Register],
         rank: RankPlan,
         whole: Mesh,
-        arena: Arena,
+        arenas: dict[str, Arena],
         groups: dict[str, Group],
         give_back: Callable[[int], None],
         *,
@@ -99,12 +104,10 @@ class Binder:
     ) -> None:
         self.program = unroll(program)
         self.registers = {**registers, **{r.name: r for r in self.program.registers}}
-        self.rank, self.whole, self.arena = rank, whole, arena
+        self.rank, self.whole, self.arenas = rank, whole, arenas
         self.groups, self.give_back, self.polled = groups, give_back, polled
         self.boxes = {name: rank.box(register) for name, register in self.registers.items()}
-        slots = {r.slots for r in program.registers if not r.rewound} - {1}
-        if len(slots) > 1:
-            raise PlanError(f"program {program.name} has registers of different slot counts")
+        slots = {r.slots for r in program.registers if not r.rewound}
         turns = program.micro_batches
         self.phases = lcm(turns, *slots) // turns
         self.items = items_of(self.program, self.registers)
@@ -125,7 +128,7 @@ class Binder:
     def views(self, phase: int) -> dict[str, np.ndarray]:
         """An array for every register and variable, in the slot of this phase."""
         return {
-            name: self.arena.view(
+            name: self.arenas[register.space].view(
                 register.offset + self._slot(register, phase) * register.nbytes,
                 box_shape(self.boxes[name]),
                 register.dtype,
@@ -152,8 +155,13 @@ class Binder:
             segments = tuple(self._segment(item, views) for item in items)
             return KernelLane(stream, items, segments)
         tasks = [item.tasks[0] for item in items]
-        messages = tuple(self._message(task, views) for task in tasks)
         after = tuple(self._after(task) for task in tasks)
+        if tasks[0].kind in (H2D, D2H) or tasks[0].route == NCCL:
+            segments = tuple(self._copies_or_message(item, views) for item in items)
+            lane = DeviceLane(stream, items, segments)
+            lane.after = list(after)
+            return lane
+        messages = tuple(self._message(task, views) for task in tasks)
         return MessageLane(stream, items, messages, after, polled=self.polled)
 
     def _segment(self, item: Item, views: dict[str, np.ndarray]) -> Segment:
@@ -167,6 +175,16 @@ class Binder:
             tasks += [task] * (1 + len(after))
         return Segment(tuple(calls), tuple(tasks), item.awaited)
 
+    def _copies_or_message(self, item: Item, views: dict[str, np.ndarray]) -> Segment:
+        (task,) = item.tasks
+        device = self.arenas[""].device
+        if task.route == NCCL:
+            calls = [device.message(self._message(task, views))]
+        else:
+            pairs = zip(task.outputs, task.inputs, strict=True)
+            calls = [device.copier(views[target], views[source]) for target, source in pairs]
+        return Segment(tuple(calls), (task,) * len(calls), item.awaited)
+
     def _after(self, task: Task) -> tuple[Call, ...]:
         """What follows a task: its stream gives back what no other task of it uses."""
         return tuple(partial(self.give_back, k) for k in self.last_uses.get(task.name, ()))
@@ -177,7 +195,8 @@ class Binder:
                 task, self.rank, self.registers, views, self.groups[STAGE], self.whole
             )
         group = self.groups[task.axis]
-        return bind_collective(task, self.rank, self.registers, views, self.arena, group)
+        arena = self.arenas[workspace_space(task.route)]
+        return bind_collective(task, self.rank, self.registers, views, arena, group)
 
     def kernel(self, task: Task, views: dict[str, np.ndarray]) -> Call:
         """A compute task as a call without arguments."""
@@ -187,10 +206,11 @@ class Binder:
         }
         starts[OUT] = self._start(task.outputs[0])
         offset, nbytes = task.workspace
-        work = self.arena.scratch(offset, nbytes) if nbytes else None
+        arena = self.arenas[workspace_space(task.route)]
+        work = arena.scratch(offset, nbytes) if nbytes else None
         axes = self.rank.mesh.along(task.axis) if task.axis else (0,)
         first = not any(self.rank.coordinates[axis] for axis in axes)
-        shard = Shard(self.arena.device.xp, work, starts, first)
+        shard = Shard(arena.device.xp, work, starts, first)
         outs = tuple(views[name] for name in task.outputs)
         inputs = (views[name] for name in task.inputs)
         call = op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)

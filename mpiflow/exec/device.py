@@ -6,13 +6,18 @@ import importlib
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mpiflow.errors import LaunchError, PlanError
-from mpiflow.exec.segments import HostStream, Stream
-from mpiflow.plan.places import HOST
+from mpiflow.exec.segments import Call, HostStream, Stream
+from mpiflow.exec.transport import Message
+from mpiflow.plan.places import ACCELERATOR, HOST
+
+if TYPE_CHECKING:
+    from mpiflow.exec.hazards import Hazards
 
 _ALIGNMENT = 64
 """Bytes: a cache line."""
@@ -25,9 +30,11 @@ class Device(Protocol):
     """The kind that a plan is made for, see `plan.places`."""
     xp: Any
     """The array module of kernels."""
+    hazards: Hazards | None
+    """What checks every use of memory, if anything does."""
 
-    def allocate(self, nbytes: int) -> Any:
-        """Zeroed bytes, flat and aligned. Called once an arena, never in a step."""
+    def allocate(self, nbytes: int, space: str = "") -> Any:
+        """Bytes of a space of `plan.places`, flat and aligned. Once an arena, never in a step."""
 
     def dtype(self, name: str) -> Any:
         """The array module's dtype of that name."""
@@ -35,8 +42,24 @@ class Device(Protocol):
     def stream(self, name: str, wake: Callable[[], None]) -> Stream:
         """What runs kernels beside the thread that submits them; see `exec.segments`.
 
-        `wake` is called after each segment that somebody waits for, on any thread.
+        `wake` is called after each segment that somebody waits for, on any thread, unless the
+        stream is `polled`.
         """
+
+    def copier(self, target: Any, source: Any) -> Call:
+        """A call for segments: copies an array to one of the other space, or of the same."""
+
+    def message(self, message: Message) -> Call:
+        """A call for segments: a collective, send or receive that is started on the device."""
+
+    def fetch(self, array: Any) -> np.ndarray:
+        """What an array of the device holds between steps, in one of the host of its own."""
+
+    def fill(self, array: Any, values: np.ndarray) -> None:
+        """Let an array of the device hold these values, between steps."""
+
+    def advance(self) -> bool:
+        """The host can do nothing now but wait for the device; whether it need not wait."""
 
     def quiet(self) -> AbstractContextManager[Any]:
         """While it lasts, kernels that overflow or divide by zero give inf and nan in silence."""
@@ -50,56 +73,96 @@ class Cpu:
 
     kind: str = "host"
     xp: Any = np
+    hazards: Hazards | None = None
 
-    def allocate(self, nbytes: int) -> np.ndarray:
+    def allocate(self, nbytes: int, space: str = "") -> np.ndarray:
         """Zeroed bytes that begin at a cache line."""
-        try:
-            memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-        except MemoryError:
-            raise PlanError(
-                f"the plan needs an arena of {nbytes} bytes, which this machine cannot give; plan"
-                " for more ranks, or with a smaller batch"
-            ) from None
-        first = -memory.ctypes.data % _ALIGNMENT
-        return memory[first : first + nbytes]
+        return host_bytes(nbytes)
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """NumPy's dtype; bfloat16 comes from ml_dtypes."""
-        if name == "bfloat16":
-            try:
-                importlib.import_module("ml_dtypes")
-            except ImportError:
-                raise PlanError(
-                    "the plan computes in bfloat16, which NumPy has from the package ml_dtypes;"
-                    " pip install 'mpiflow[bfloat16]'"
-                ) from None
-        return np.dtype(name)
+        return host_dtype(name)
 
     def stream(self, name: str, wake: Callable[[], None]) -> HostStream:
         """A thread."""
         return HostStream(name, self.quiet, wake)
+
+    def copier(self, target: np.ndarray, source: np.ndarray) -> Call:
+        """A copy; plans for the host have none."""
+        return partial(np.copyto, target, source)
+
+    def fetch(self, array: np.ndarray) -> np.ndarray:
+        """The array itself."""
+        return array
+
+    def fill(self, array: np.ndarray, values: np.ndarray) -> None:
+        """Nothing to do where they are the same array."""
+        np.copyto(array, values)
+
+    def message(self, message: Message) -> Call:
+        """No message is started on the device; `plan.verify` refuses such plans for the host."""
+        raise NotImplementedError(type(self).__name__)
+
+    def advance(self) -> bool:
+        """Threads advance by themselves."""
+        return False
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Without NumPy's warnings."""
         return np.errstate(all="ignore")
 
     def process_bytes(self) -> int:
-        """The high-water mark of resident memory, as the kernel counts it (in KiB on Linux)."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """The high-water mark of resident memory."""
+        return resident_bytes()
 
 
-def open_device(name: str, kind: str) -> Device:
-    """The device of that name (cpu, fake, cuda), for a plan of that kind.
+def host_bytes(nbytes: int) -> np.ndarray:
+    """Zeroed bytes of the host that begin at a cache line."""
+    try:
+        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    except MemoryError:
+        raise PlanError(
+            f"the plan needs an arena of {nbytes} bytes, which this machine cannot give; plan"
+            " for more ranks, or with a smaller batch"
+        ) from None
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + nbytes]
+
+
+def host_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of that name; bfloat16 comes from ml_dtypes."""
+    if name == "bfloat16":
+        try:
+            importlib.import_module("ml_dtypes")
+        except ImportError:
+            raise PlanError(
+                "the plan computes in bfloat16, which NumPy has from the package ml_dtypes;"
+                " pip install 'mpiflow[bfloat16]'"
+            ) from None
+    return np.dtype(name)
+
+
+def resident_bytes() -> int:
+    """The most memory of this process so far, as the kernel counts it (in KiB on Linux)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def open_device(name: str, kind: str, seed: int | str = 0) -> Device:
+    """The device of that name (cpu, fake, cuda), for a plan of that kind; the seed is for fake.
 
     LaunchError where this rank has none, or mpiflow cannot run such a plan.
     """
     if name == "cpu" and kind == HOST:
         return Cpu()
+    if name == "fake" and kind == ACCELERATOR:
+        from mpiflow.exec.fake import Fake
+
+        return Fake(seed)
     if name == "cuda":
         _find_gpu()
     raise LaunchError(
         f"the plan is for device {kind!r}; this mpiflow proves, prices and simulates such plans,"
-        " and runs only those for the host: make the plan with --device cpu"
+        " and runs them with --device fake; to compute at speed, make the plan with --device cpu"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpiflow.exec.bind import Step
-from mpiflow.exec.engine import KernelLane
+from mpiflow.exec.lanes import Finding, KernelLane
 from mpiflow.exec.segments import Call, Segment
 from mpiflow.plan.records import Task
 from mpiflow.plan.unroll import folded
@@ -16,7 +16,7 @@ Views = dict[str, np.ndarray]
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-class NotFinite(ArithmeticError):
+class NotFinite(Finding):
     """A task made nan or infinity; says in which tensor, and how many."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpiflow.exec.bind import Step
-from mpiflow.exec.engine import KernelLane, MessageLane
+from mpiflow.exec.lanes import DeviceLane, KernelLane, MessageLane
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.segments import Segment
 from mpiflow.exec.trace import Recorder
@@ -27,7 +27,7 @@ class Observer:
         """A step begins now, in a phase of the slots."""
         self._recording = self.recorder.wants(step)
         for lane in phase.lanes:
-            if isinstance(lane, MessageLane):
+            if isinstance(lane, (MessageLane, DeviceLane)) and not isinstance(lane, KernelLane):
                 lane.recorder = self.recorder if self._recording else None
         for kernels in _kernels(phase):
             kernels.segments = self._segments(kernels)

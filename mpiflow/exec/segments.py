@@ -10,7 +10,7 @@ them are done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import length_hint
@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from mpiflow.plan.records import Task
 
 Call = Callable[[], Any]
+Events = Sequence[tuple["Stream", int]]
+"""Streams of a device, and how many of the segments submitted to each must be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class Segment:
 class Stream(Protocol):
     """Something that does segments in the order in which they are submitted."""
 
+    polled: bool
+    """Whether `done` has to be looked at, as nobody calls `wake`."""
+
     done: int
     """How many of the segments submitted so far are done; never less than before."""
     failure: tuple[Task, BaseException] | None
@@ -50,8 +55,8 @@ class Stream(Protocol):
     thread: int | None
     """The thread that they run on, where it is another."""
 
-    def submit(self, segment: Segment) -> None:
-        """Do this next, after all that was submitted before."""
+    def submit(self, segment: Segment, after: Events = ()) -> None:
+        """Do this next, after all that was submitted before, and these of other streams."""
 
     def task(self) -> Task | None:
         """The task that is being done. For any thread: it may be one late."""
@@ -63,6 +68,8 @@ class Stream(Protocol):
 class InlineStream:
     """Does a segment when it is submitted, on the thread that submits it."""
 
+    polled = False
+
     def __init__(self) -> None:
         self.done = 0
         self.failure: tuple[Task, BaseException] | None = None
@@ -70,7 +77,7 @@ class InlineStream:
         self.thread: int | None = None
         self._running: tuple[Segment, Any] | None = None
 
-    def submit(self, segment: Segment) -> None:
+    def submit(self, segment: Segment, after: Events = ()) -> None:
         """Do it now."""
         began = time.perf_counter()
         calls = iter(segment.calls)
@@ -101,7 +108,7 @@ class TimedStream(InlineStream):
         super().__init__()
         self.measured: list[tuple[Task, float]] = []
 
-    def submit(self, segment: Segment) -> None:
+    def submit(self, segment: Segment, after: Events = ()) -> None:
         """Do it now, and time it."""
         for task, call in zip(segment.tasks, segment.calls, strict=True):
             began = time.perf_counter()
@@ -114,8 +121,10 @@ class HostStream:
     """Does segments on a thread of its own; `wake` is called after each that is awaited.
 
     `quiet` gives what kernels run within, on that thread. Errors, of whatever kind, stay in
-    `failure` for the thread that submits.
+    `failure` for the thread that submits. There are no others of its device.
     """
+
+    polled = False
 
     def __init__(
         self,
@@ -135,7 +144,7 @@ class HostStream:
         thread.start()
         self.thread = thread.ident
 
-    def submit(self, segment: Segment) -> None:
+    def submit(self, segment: Segment, after: Events = ()) -> None:
         """Put it into the inbox."""
         self._inbox.put(segment)
 

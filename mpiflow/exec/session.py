@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -13,8 +14,10 @@ from mpiflow.errors import PlanError, TaskError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder, Step
 from mpiflow.exec.device import Cpu, Device
-from mpiflow.exec.engine import Engine, Failed
-from mpiflow.exec.finite import NotFinite, check_step
+from mpiflow.exec.engine import Engine
+from mpiflow.exec.finite import check_step
+from mpiflow.exec.hazards import Hazards
+from mpiflow.exec.lanes import Failed, Finding
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.observe import Observer
 from mpiflow.exec.position import Position
@@ -24,11 +27,16 @@ from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.sbp import Box, Broadcast
+from mpiflow.plan.places import HOST
 from mpiflow.plan.protocols import Reader, Writer
-from mpiflow.plan.records import WRITE, Plan, Program, Register, Task
+from mpiflow.plan.records import COMPUTE, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.store import digest
 from mpiflow.plan.unroll import folded
 from mpiflow.plan.verify import verify
+from mpiflow.plan.verify_places import arenas_by_space
+
+Piece = tuple[str, tuple[int, ...], np.ndarray]
+"""What is stored: its name, where in it this part begins, and the part."""
 
 
 @dataclass(slots=True)
@@ -82,10 +90,14 @@ class Session:
         self.device: Device = device or Cpu()
         if plan.device != self.device.kind:
             raise PlanError(f"the plan is for a {plan.device!r}, the ranks have {self.device.kind}")
-        self.arena = Arena(self.device, dict(self.plan.arenas)["host"])
-        self.engine = Engine(transport)
+        self.arenas = {
+            space: Arena(self.device, nbytes, space)
+            for space, nbytes in arenas_by_space(self.plan).items()
+        }
+        self.arena = self.arenas[""]
+        self.engine = Engine(transport, self.device.advance)
         self._inline: Stream = InlineStream()
-        self._beside: Stream | None = None  # made when first needed
+        self._streams: dict[str, Stream] = {}  # made when first needed
         self.reads = ReadStream(start_thread, self.engine.wake)
         self.writes = WriteStream(start_thread, self._check)
         self.variables = {
@@ -116,7 +128,7 @@ class Session:
             self.plan.tensors(program),
             self.plan.slice(self.place, program),
             self.mesh,
-            self.arena,
+            self.arenas,
             self.groups,
             lambda micro: self.reads.give_back(reads[0], micro),
             polled=self.transport.polled,
@@ -128,8 +140,32 @@ class Session:
         if self._check_finite:
             for step, arrays in zip(steps, views, strict=True):
                 check_step(step, arrays)
+        if self.device.hazards is not None:
+            self._watch(self.device.hazards, binder, steps, views, read)
         outputs = [(o.name, views[0][o.register]) for o in binder.program.outputs]
         return _Bound(program, steps, outputs, read, binder)
+
+    def _watch(
+        self,
+        hazards: Hazards,
+        binder: Binder,
+        steps: list[Step],
+        views: list[dict[str, np.ndarray]],
+        read: ReadTask | None,
+    ) -> None:
+        """Have every use of memory checked, in all phases."""
+        name, turns = binder.program.name, binder.program.micro_batches
+        watched = [
+            hazards.watch(binder, step, arrays, lambda: self._programs[name].fired)
+            for step, arrays in zip(steps, views, strict=True)
+        ]
+        if read is not None:
+
+            def guard(firing: int) -> str:
+                step, micro = divmod(firing, turns)
+                return watched[step % len(watched)].refill(binder.reads[micro], step)
+
+            read.guard = guard
 
     def _read_task(
         self, binder: Binder, program: Program, views: list[dict[str, np.ndarray]]
@@ -155,7 +191,7 @@ class Session:
                 for v in views
                 for t in reads
             ],
-            binder.registers[reads[0].outputs[0]].slots,
+            min(binder.registers[name].slots for name in reads[0].outputs),
             binder.users,
             {f: (n, v) for f, n, v in zip(fields, limits, ignored, strict=False) if n},
             self.transport.name,
@@ -196,11 +232,11 @@ class Session:
         """Collective. One step of a program; gives its outputs. `step` is for messages only."""
         bound = self._programs[program]
         with self.device.quiet():
-            self._run(bound, step, self._stream(bound))
+            self._run(bound, step)
         return {name: float(value[()]) for name, value in bound.outputs}
 
-    def _run(self, bound: _Bound, step: int, stream: Stream) -> None:
-        """Collective. One step, its kernels on that stream."""
+    def _run(self, bound: _Bound, step: int, kernels: Stream | None = None) -> None:
+        """Collective. One step; its kernels on that stream, if any is named."""
         program = bound.program
         phase = bound.steps[bound.fired % len(bound.steps)]
         if (lane := phase.reads) is not None:
@@ -209,8 +245,11 @@ class Session:
                     f"program {program.name} reads data set {program.data!r}: no reader"
                 )
             lane.use(bound.read, bound.fired * program.micro_batches)
-        if (kernels := phase.kernels) is not None:
-            kernels.use(stream)
+        for device_lane in phase.on_device:
+            named = kernels if device_lane is phase.kernels else None
+            device_lane.use(named or self._stream(bound, device_lane.stream))
+        if self.device.hazards is not None:
+            self.device.hazards.begin(phase)
         if bound.observer:
             bound.observer.begin(phase, step)
         try:
@@ -219,31 +258,31 @@ class Session:
             self._end_streams()
             if isinstance(error, Failed):
                 cause = error.__cause__
-                foreseen = isinstance(cause, NotFinite)
+                foreseen = isinstance(cause, Finding)
                 raise self._explained(error, program, step) from (None if foreseen else cause)
             raise
         if bound.observer:
             bound.observer.end()
         bound.fired += 1
 
-    def _stream(self, bound: _Bound) -> Stream:
-        """Where the kernels of a program run: beside its messages, or here if it has none."""
-        if not bound.binder.communicates:
+    def _stream(self, bound: _Bound, name: str) -> Stream:
+        """Where kernels run, on the host: beside the messages of a program, or here without any."""
+        if self.plan.device == HOST and not bound.binder.communicates:
             return self._inline
-        if self._beside is None:
-            self._beside = self.device.stream("compute", self.engine.wake)
-        return self._beside
+        if name not in self._streams:
+            self._streams[name] = self.device.stream(name, self.engine.wake)
+        return self._streams[name]
 
     def _end_streams(self) -> None:
         """After a failure nothing that was submitted is done any more; the next step is new."""
-        if self._beside is not None:
-            self._beside.close()
-        self._inline, self._beside = InlineStream(), None
+        for stream in self._streams.values():
+            stream.close()
+        self._inline, self._streams = InlineStream(), {}
 
     def _explained(self, failed: Failed, program: Program, step: int) -> TaskError:
         task, error = failed.task, failed.__cause__
         micro = f" micro-batch {task.micro + 1}," if task.phase % 2 else ""
-        what = error if isinstance(error, NotFinite) else f"{type(error).__name__}: {error}"
+        what = error if isinstance(error, Finding) else f"{type(error).__name__}: {error}"
         return TaskError(
             f"{self.transport.name}: program {program.name}, step {step + 1},{micro} task"
             f" {folded(task)} ({task.op}): {what}\n  {task.where}"
@@ -255,7 +294,7 @@ class Session:
 
     def thread(self) -> int | None:
         """The thread on which a kernel runs, if one does beside this one; any thread may ask."""
-        stream = self._beside
+        stream = self._streams.get(COMPUTE)
         return stream.thread if stream is not None and stream.task() is not None else None
 
     def timed(self, program: str) -> list[tuple[Task, float]]:
@@ -273,18 +312,23 @@ class Session:
         """Collective. Snapshot all variables; they are stored beside the next steps."""
         self.writes.wait()
         self.run("save")
-        self.writes.begin(writer, self._staged("save", "variable"))
+        self._store(writer, self._staged("save", "variable"))
 
     def predict(self, program: str, step: int, writer: Writer) -> None:
         """Collective. A step whose rows are stored beside the next one, from the other slot."""
         firing = self._programs[program].fired
         self.run(program, step)
         self.writes.wait()
-        self.writes.begin(writer, self._staged(program, "output", firing))
+        self._store(writer, self._staged(program, "output", firing))
 
-    def _staged(
-        self, program: str, key: str, firing: int = 0
-    ) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+    def _store(self, writer: Writer, pieces: list[Piece]) -> None:
+        """Begin to write these beside the next steps."""
+        self.writes.begin(writer, pieces)
+        if self.device.hazards is not None:
+            arrays = (array for _, _, array in pieces)
+            self.device.hazards.store(arrays, lambda: not self.writes.idle)
+
+    def _staged(self, program: str, key: str, firing: int = 0) -> list[Piece]:
         """What this rank has to store: the name at attribute `key`, where it begins, the array."""
         records = self._programs[program].program
         registers = {r.name: r for r in records.registers}
@@ -294,7 +338,8 @@ class Session:
             if self._is_writer(register):
                 start = tuple(first for first, _ in self.rank.box(register))
                 offset = register.offset + firing % register.slots * register.nbytes
-                view = self.arena.view(offset, self.rank.shape(register), register.dtype)
+                arena = self.arenas[register.space]
+                view = arena.view(offset, self.rank.shape(register), register.dtype)
                 pieces.append((task.attributes[key], start, view))
         return pieces
 
@@ -305,6 +350,15 @@ class Session:
             for sbp, index in zip(register.layout, self.rank.coordinates, strict=True)
         )
         return first and prod(self.rank.shape(register)) > 0
+
+    @contextmanager
+    def filling(self) -> Iterator[dict[str, np.ndarray]]:
+        """The variables as arrays of the host; what is put into them counts at the end."""
+        arrays = {name: self.device.fetch(array) for name, array in self.variables.items()}
+        yield arrays
+        for name, array in self.variables.items():
+            if array is not arrays[name]:
+                self.device.fill(array, arrays[name])
 
     def boxes(self) -> dict[str, Box]:
         """Which part of each variable this rank holds."""

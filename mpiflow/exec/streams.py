@@ -54,6 +54,8 @@ class ReadTask:
         self.step = 0
         self.tell: Callable[[int, int, bool], None] | None = None
         """Told the step and the micro-batch of a firing, as it begins (False) and is over."""
+        self.guard: Callable[[int], str] | None = None
+        """Says what is wrong with filling the slot of a firing now, if anything is."""
 
     @property
     def micro(self) -> int:
@@ -92,6 +94,8 @@ class ReadTask:
     def fill(self) -> None:
         """Read rows of the step into the next slot, and check the values used as indices."""
         out, step = self.slots[self.filled % len(self.slots)], self.step
+        if self.guard and (found := self.guard(self.filled)):
+            raise TaskError(f"{self.who}: step {step + 1}, {self.name}: {found}")
         if self.tell:
             self.tell(step, self.micro, False)
         try:

@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mpiflow.plan.places import workspace_space
+from mpiflow.plan.places import FEED, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, WRITE, Program, Register, Task
 from mpiflow.plan.rows import ROW_KINDS
+from mpiflow.plan.unroll import slot_before
 
 Waits = dict[str, int]
 """By stream, how many of its items must be done."""
@@ -52,6 +53,8 @@ def items_of(program: Program, tensors: Mapping[str, Register]) -> dict[str, tup
     waits: dict[str, list[Waits]] = {}
     for stream, order in tasks.items():
         needed = [_needed(needs[task.name], place) for task in order]
+        if stream == FEED:
+            _wait_for_slots(needed, order, place, program)
         if stream not in (COMPUTE, READ):
             _wait_for_memory(stream, needed, order, tensors)
         waits[stream] = _news(stream, needed)
@@ -95,6 +98,26 @@ def _wait_for_memory(
             waits[number][stream] = max(waits[number].get(stream, 0), last)
         if rows:
             alone = number + 1
+
+
+def _wait_for_slots(
+    waits: list[Waits], order: list[Task], place: Mapping[str, tuple[str, int]], program: Program
+) -> None:
+    """Let what fills slots of the device anew wait for those who used them in this step.
+
+    Those who fill slots of the host are told by `exec.streams`.
+    """
+    registers = {register.name: register for register in program.registers}
+    users: dict[str, list[str]] = {}
+    for task in program.tasks:
+        for name in task.inputs:
+            users.setdefault(name, []).append(task.name)
+    for found, task in zip(waits, order, strict=True):
+        for name in task.outputs:
+            before, ago = slot_before(registers[name], program.micro_batches)
+            if not ago and before != name:
+                needed = _needed(users.get(before, ()), place)
+                found |= {s: max(n, found.get(s, 0)) for s, n in needed.items()}
 
 
 class _LastUses:

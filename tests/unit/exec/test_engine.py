@@ -6,7 +6,8 @@ import time
 import pytest
 
 from mpiflow.exec.device import Cpu
-from mpiflow.exec.engine import Engine, Failed, KernelLane, MessageLane
+from mpiflow.exec.engine import Engine
+from mpiflow.exec.lanes import Failed, KernelLane, MessageLane
 from mpiflow.exec.local import LocalWorld
 from mpiflow.exec.segments import InlineStream, Segment
 from mpiflow.plan.handshakes import Item

@@ -1,0 +1,351 @@
+"""Hazards: finds uses of memory that nothing keeps apart, by what each has really waited for.
+
+Every item of a lane has a clock: of each stream, how many items are surely done when it starts.
+That follows from what it waited for and what they had waited for, never from timing, so that a
+missing wait is found though all happened to go well. Each task is held to it when it starts:
+
+    reads     who made it is done; its bytes still hold it; they are memory that the task reaches
+    writes    those who wrote the bytes before, and all who have read them since, are done
+
+What is read from files and stored in them is beside the streams: a slot is filled when those who
+used it are really done, and nothing is overwritten while it is stored.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpiflow.errors import TaskError
+from mpiflow.exec.lanes import DeviceLane, Finding, Lane, ReadLane
+from mpiflow.exec.segments import Call, Segment
+from mpiflow.exec.shadow import Cell, Owner, Shadow, Use
+from mpiflow.plan.places import D2H, H2D, PINNED, STAGED, workspace_space
+from mpiflow.plan.records import READ, Register, Task
+from mpiflow.plan.unroll import folded
+
+if TYPE_CHECKING:
+    from mpiflow.exec.bind import Binder, Step
+
+POISON = 0xFF
+"""The bytes of memory that holds nothing: NaN in every kind of floating-point numbers."""
+Clock = dict[str, int]
+Span = tuple[str, int, int]
+"""Space, first byte, and byte after the last."""
+_SPACES = {"": "device", PINNED: "pinned"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """A tensor of a task, as it knows it, and the bytes of it that this rank has."""
+
+    name: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """What a task takes and gives; of what it gives, and its workspace, what is new to it."""
+
+    reads: tuple[_Operand, ...]
+    writes: tuple[_Operand, ...]
+    fresh: tuple[np.ndarray, ...]
+
+
+class Hazards:
+    """The memory of one rank, and who has used it. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._shadows: dict[str, Shadow] = {}
+        self._lock = threading.Lock()
+        self._run = 0
+        self._clocks: dict[str, list[Clock]] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._saves = 0
+        self._storing: Callable[[], bool] = lambda: False
+
+    def add(self, space: str, memory: np.ndarray) -> None:
+        """Look after the memory of a space."""
+        self._shadows[space] = Shadow(memory)
+
+    def filled(self, array: np.ndarray) -> None:
+        """A variable got values between steps."""
+        with self._lock:
+            for cell in self._cells(self._span(array)):
+                cell.writer, cell.readers = None, {}
+                cell.owner = cell.owner or _FILLED
+
+    def begin(self, step: Step) -> None:
+        """A step begins; all that was done in those before is done."""
+        with self._lock:
+            self._run += 1
+            self._clocks = {lane.stream: [] for lane in step.lanes}
+            self._lanes = {lane.stream: lane for lane in step.lanes}
+
+    def store(self, arrays: Iterable[np.ndarray], storing: Callable[[], bool]) -> None:
+        """From now on, while `storing` says so, these are being written to files."""
+        with self._lock:
+            self._saves, self._storing = self._saves + 1, storing
+            for array in arrays:
+                for cell in self._cells(self._span(array)):
+                    cell.stored = self._saves
+
+    def watch(
+        self,
+        binder: Binder,
+        step: Step,
+        views: Mapping[str, np.ndarray],
+        fired: Callable[[], int],
+    ) -> Watched:
+        """Look at all that the lanes of a step start. `fired` says how many steps were before."""
+        watched = Watched(self, binder, views, fired)
+        for lane in step.lanes:
+            if not isinstance(lane, ReadLane):
+                watched.attach(lane)
+        return watched
+
+    def _span(self, array: np.ndarray) -> Span:
+        for space, shadow in self._shadows.items():
+            if shadow.start <= array.ctypes.data < shadow.stop:
+                return space, *shadow.span(array)
+        raise TaskError(f"an array of {array.nbytes} bytes lies in no memory of the plan")
+
+    def _cells(self, span: Span) -> list[Cell]:
+        space, start, stop = span
+        return self._shadows[space].cells(start, stop) if start < stop else []
+
+    def _being_stored(self, cell: Cell) -> bool:
+        return cell.stored == self._saves > 0 and self._storing()
+
+
+_FILLED: Owner = ("", "values from the host", 0)
+
+
+class Watched:
+    """The tasks of one program, in one phase of its slots, as its hazards see them."""
+
+    def __init__(
+        self,
+        hazards: Hazards,
+        binder: Binder,
+        views: Mapping[str, np.ndarray],
+        fired: Callable[[], int],
+    ) -> None:
+        self._all, self._views, self._fired = hazards, views, fired
+        self._program, self._registers = binder.program, binder.registers
+        self._made_here = {register.name for register in binder.program.registers}
+        self._roots = {name: _root(binder.registers, name) for name in binder.registers}
+        self._variables = binder.registers.keys() - self._made_here
+        self._makers = {n: t for t in binder.program.tasks for n in t.outputs}
+        self._item = {
+            task.name: number
+            for items in binder.items.values()
+            for number, item in enumerate(items)
+            for task in item.tasks
+        }
+        self._uses = {
+            task.name: self._uses_of(task)
+            for stream, items in binder.items.items()
+            for item in items
+            for task in item.tasks
+        }
+
+    def attach(self, lane: Lane) -> None:
+        """Look at the items of a lane from now on, and let what they write be poisoned first."""
+        if isinstance(lane, DeviceLane):
+            lane.segments = tuple(self._poisoned(segment) for segment in lane.segments)
+        lane.look = lambda number: self._start(lane, number)
+
+    def refill(self, task: Task, step: int) -> str:
+        """What is wrong with reading what a step will take now; "" if nothing is."""
+        uses = self._uses[task.name]
+        with self._all._lock:
+            for operand in uses.writes:
+                for cell in self._all._cells(operand.span):
+                    others = [use for use in cell.readers.values() if not self._is_done(use)]
+                    if others:
+                        return f"fills {_shown(operand.name)} anew, which {_who(others[0])} reads"
+                    cell.owner, cell.readers = self._owner(operand.name, step), {}
+                    cell.writer = Use(task, READ, self._item[task.name], 0)
+            for array in uses.fresh:
+                array.fill(POISON)
+        return ""
+
+    def _is_done(self, use: Use) -> bool:
+        """Whether a use is over, whoever knows it. Steps drain."""
+        return use.run < self._all._run or self._all._lanes[use.stream].done > use.number
+
+    def _uses_of(self, task: Task) -> _Uses:
+        source, target = _reach(task)
+        reads = tuple(self._operand(n, source, task, "reads") for n in task.inputs)
+        writes = tuple(self._operand(n, target, task, "writes") for n in task.outputs)
+        fresh = [
+            self._views[name]
+            for name in task.outputs
+            if name in self._made_here and not self._registers[name].aliases
+        ]
+        if task.workspace[1]:
+            offset, nbytes = task.workspace
+            shadow = self._all._shadows[workspace_space(task.route)]
+            fresh.append(shadow.memory[offset : offset + nbytes])
+            span = workspace_space(task.route), offset, offset + nbytes
+            work = _Operand(f"the workspace of {folded(task)}", span)
+            writes += (work,)
+        return _Uses(reads, writes, tuple(_bytes_of(array) for array in fresh if array.nbytes))
+
+    def _operand(self, name: str, space: str, task: Task, verb: str) -> _Operand:
+        array = self._views[name]
+        span = self._all._span(array) if array.nbytes else (space, 0, 0)
+        if span[0] != space:
+            raise TaskError(
+                f"{folded(task)}: {verb} {name}, which lies in {_SPACES[span[0]]} memory; it can"
+                f" only reach {_SPACES[space]} memory\n  {task.where}"
+            )
+        return _Operand(name, span)
+
+    def _owner(self, name: str, step: int) -> Owner:
+        root = self._roots.get(name, name)
+        if root in self._variables:
+            return "", root, 0
+        return self._program.name, name, step
+
+    def _poisoned(self, segment: Segment) -> Segment:
+        """Each task finds NaN where it is the first to write."""
+        calls: list[Call] = []
+        seen: set[str] = set()
+        for task, call in zip(segment.tasks, segment.calls, strict=True):
+            fresh = self._uses[task.name].fresh
+            if task.name in seen or not fresh:
+                calls.append(call)
+            else:
+                calls.append(_after_poison(call, fresh))
+            seen.add(task.name)
+        return replace(segment, calls=tuple(calls))
+
+    # -- what a lane starts
+
+    def _start(self, lane: Lane, number: int) -> None:
+        """An item is about to start; Finding if it would use what others may still use."""
+        with self._all._lock:
+            clock = self._tick(lane, number)
+            for task in lane.items[number].tasks:
+                use = Use(task, lane.stream, number, self._all._run)
+                uses = self._uses[task.name]
+                for operand in uses.reads:
+                    self._read(operand, use, clock)
+                for operand in uses.writes:
+                    self._write(operand, use, clock)
+        if not isinstance(lane, DeviceLane):
+            for task in lane.items[number].tasks:
+                for array in self._uses[task.name].fresh:
+                    array.fill(POISON)
+
+    def _tick(self, lane: Lane, number: int) -> Clock:
+        """What is surely done when an item starts; an item that is done has done this too."""
+        clocks = self._all._clocks
+        own = clocks[lane.stream]
+        clock = dict(own[-1]) if own else {}
+        if isinstance(lane, DeviceLane):
+            clock[lane.stream] = number
+        for stream, count in lane.items[number].waits:
+            if stream != READ and count:
+                for other, known in clocks[stream][count - 1].items():
+                    clock[other] = max(clock.get(other, 0), known)
+            clock[stream] = max(clock.get(stream, 0), count)
+        own.append(clock)
+        return clock
+
+    def _ordered(self, use: Use, after: Use, clock: Clock) -> bool:
+        """Whether a use is surely over when another starts."""
+        if use.run < after.run and use.stream != READ:
+            return True
+        same = use.stream == after.stream and use.number == after.number
+        return same or clock.get(use.stream, 0) > use.number
+
+    def _read(self, operand: _Operand, use: Use, clock: Clock) -> None:
+        name = operand.name
+        owner = self._owner(name, self._fired())
+        maker = self._makers.get(name)
+        if maker is not None and owner[0]:
+            made = Use(maker, maker.stream, self._item[maker.name], use.run)
+            if not self._ordered(made, use, clock):
+                raise Finding(f"reads {_shown(name)} without waiting for {_who(made)}", use.task)
+        for cell in self._all._cells(operand.span):
+            if cell.owner is None:
+                raise Finding(f"reads {_shown(name)}, which nothing has written", use.task)
+            if cell.owner != owner and cell.owner is not _FILLED:
+                by = f" (written by {_who(cell.writer)})" if cell.writer else ""
+                held = f"its bytes now hold {_shown(cell.owner[1])}{by}"
+                raise Finding(f"reads {_shown(name)}, but {held}", use.task)
+            if cell.writer is not None and not self._ordered(cell.writer, use, clock):
+                what = f"reads {_shown(name)} without waiting for {_who(cell.writer)}"
+                raise Finding(what, use.task)
+            cell.readers[use.stream] = use
+
+    def _write(self, operand: _Operand, use: Use, clock: Clock) -> None:
+        name = operand.name
+        for cell in self._all._cells(operand.span):
+            before = [*cell.readers.values(), *([cell.writer] if cell.writer else [])]
+            for other in before:
+                if not self._ordered(other, use, clock):
+                    verb = "writes" if other is cell.writer else _taking(other.task)
+                    what = _shown(cell.owner[1] if cell.owner else name)
+                    held = "" if what == _shown(name) else f" with {_shown(name)}"
+                    text = f"overwrites {what}{held}, which {_who(other)} still {verb}"
+                    raise Finding(text, use.task)
+            if self._all._being_stored(cell):
+                raise Finding(f"overwrites {_shown(name)}, which is still being stored", use.task)
+            cell.owner, cell.writer, cell.readers = self._owner(name, self._fired()), use, {}
+
+
+def _after_poison(call: Call, fresh: tuple[np.ndarray, ...]) -> Call:
+    def poison() -> None:
+        for array in fresh:
+            array.fill(POISON)
+
+    before = getattr(call, "before", None)
+    if before is not None:  # a message, which its stream has to see as what it is
+        before.append(poison)
+        return call
+
+    def both() -> None:
+        poison()
+        call()
+
+    return both
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _root(registers: Mapping[str, Register], name: str) -> str:
+    while registers[name].aliases in registers:
+        name = registers[name].aliases
+    return name
+
+
+def _reach(task: Task) -> tuple[str, str]:
+    """The memory that a task takes from, and that it gives to."""
+    if task.kind in (H2D, D2H):
+        return (PINNED, "") if task.kind == H2D else ("", PINNED)
+    on_host = task.route == STAGED or task.kind == READ
+    return (PINNED, PINNED) if on_host else ("", "")
+
+
+def _shown(name: str) -> str:
+    """A tensor as the plan knows it; the micro-batch is told of the task."""
+    return name.partition("#")[0]
+
+
+def _who(use: Use) -> str:
+    micro = f" of micro-batch {use.task.micro + 1}" if "#" in use.task.name else ""
+    return f"{folded(use.task)}{micro} on {use.stream}"
+
+
+def _taking(task: Task) -> str:
+    return "sends" if task.kind == "send" else "reads"
