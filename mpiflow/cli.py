@@ -254,6 +254,11 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                     _argument("--device-seed", type=int, default=0, metavar="N",
                               help="with --device fake: which of the orders that a device may"
                               " choose its streams go on in"),
+                    _argument("--share-gpus", action="store_true",
+                              help="with --device cuda: let several ranks of a host use one GPU"),
+                    _argument("--strict", action="store_true",
+                              help="with --device cuda: stop at a kernel that allocates, or waits"
+                              " for the GPU, in a step that has run before"),
                     _argument("--accept-changes", action="store_true",
                               help="go on from a checkpoint of a changed program"),
                     _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",

@@ -265,7 +265,7 @@ def run(options: Namespace) -> int:
 
     transport = connect()
     with guard(transport) as failure:
-        from mpiflow.exec.device import open_device
+        from mpiflow.exec.device import Wanted, open_device
         from mpiflow.plan import store
         from mpiflow.train import Options
         from mpiflow.train import run as train
@@ -274,8 +274,14 @@ def run(options: Namespace) -> int:
         text = transport.on_root(lambda: _plan_text(options, transport.size))
         made = store.loads(text.encode(), version=__version__)
         _load_user_ops(made, options)
-        seed = f"{options.device_seed}/{transport.rank}"
-        device = open_device(_device_of(made, options.device), made.device, seed)
+        wanted = Wanted(
+            made.device,
+            frozenset(task.route for program in made.programs for task in program.tasks),
+            f"{options.device_seed}/{transport.rank}",
+            options.share_gpus,
+            options.strict,
+        )
+        device = open_device(_device_of(made, options.device), wanted, transport)
         out = Path(options.out) if options.out else Path("run") / made.job
         code = train(
             made,

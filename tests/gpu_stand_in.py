@@ -138,8 +138,10 @@ class World:
 class StandIn:
     """Stands in for `exec.cuda.CupyDriver`."""
 
-    def __init__(self, world=None):
-        self.world = world or World()
+    def __init__(self, world=None, *, blind=False, late=False):
+        """`blind`: what NCCL is asked for is noted, and not done. `late`: see `settle`."""
+        self.world, self.blind, self.late = world or World(), blind, late
+        self._where, self._open = {}, set()
         self.arrays = cupy()
         self.calls = []
         self.failure = ""
@@ -195,13 +197,19 @@ class StandIn:
         return f"event{self._events}"
 
     def record(self, event, stream):
-        self._note("record", event, stream)
+        self._note("record", stream)
+        self._where[event] = stream
+        self._open.add(event)
 
     def wait(self, stream, event):
-        self._note("wait", stream, event)
+        self._note("wait", stream, "for", self._where[event])
 
     def is_done(self, event):
-        return True
+        return not self.late or event not in self._open
+
+    def settle(self):
+        """Events that were recorded are done, which they are not before where they are `late`."""
+        self._open.clear()
 
     def copy(self, target, source):
         self._note("copy", source.nbytes, self._on)
@@ -210,6 +218,8 @@ class StandIn:
 
     def multiply(self, product, out, left, right):
         """As cuBLAS would: from addresses, leading dims and steps alone."""
+        sizes = f"{product.m}x{product.k}x{product.n}"
+        self._note("product", sizes, *[product.count][: product.count > 1], self._on)
         assert self._current or not self._streams, "on no stream"
         if product.exchanged:
             left, right = right, left
@@ -248,6 +258,8 @@ class StandIn:
     _late = None
 
     def _meet(self, comm, item):
+        if self.blind:
+            return [item] * comm.size
         comm.count += 1
         return self.world.exchange((comm.id, comm.count), comm.size, comm.index, item.copy())
 
@@ -276,7 +288,8 @@ class StandIn:
 
     def send(self, comm, source, peer):
         self._note("send", source.size, source.dtype, "to", peer, self._on)
-        self.world.put((comm.id, comm.index, peer), source.copy())
+        if not self.blind:
+            self.world.put((comm.id, comm.index, peer), source.copy())
 
     def receive(self, comm, out, peer):
         self._note("receive", out.size, out.dtype, "from", peer, self._on)
@@ -284,7 +297,9 @@ class StandIn:
         def take():
             out[...] = self.world.take((comm.id, peer, comm.index))
 
-        if self._late is None:
+        if self.blind:
+            out[...] = 1
+        elif self._late is None:
             take()
         else:
             self._late.append(take)

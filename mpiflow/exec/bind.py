@@ -98,6 +98,7 @@ class Binder:
         whole: Mesh,
         arenas: dict[str, Arena],
         groups: dict[str, Group],
+        direct: dict[str, Group],
         give_back: Callable[[int], None],
         *,
         polled: bool = True,
@@ -105,7 +106,8 @@ class Binder:
         self.program = unroll(program)
         self.registers = {**registers, **{r.name: r for r in self.program.registers}}
         self.rank, self.whole, self.arenas = rank, whole, arenas
-        self.groups, self.give_back, self.polled = groups, give_back, polled
+        self.groups, self.direct = groups, direct
+        self.give_back, self.polled = give_back, polled
         self.boxes = {name: rank.box(register) for name, register in self.registers.items()}
         slots = {r.slots for r in program.registers if not r.rewound}
         turns = program.micro_batches
@@ -190,11 +192,10 @@ class Binder:
         return tuple(partial(self.give_back, k) for k in self.last_uses.get(task.name, ()))
 
     def _message(self, task: Task, views: dict[str, np.ndarray]) -> Message:
+        groups = self.direct if task.route == NCCL else self.groups
         if task.kind in (SEND, RECEIVE):
-            return bind_message(
-                task, self.rank, self.registers, views, self.groups[STAGE], self.whole
-            )
-        group = self.groups[task.axis]
+            return bind_message(task, self.rank, self.registers, views, groups[STAGE], self.whole)
+        group = groups[task.axis]
         arena = self.arenas[workspace_space(task.route)]
         return bind_collective(task, self.rank, self.registers, views, arena, group)
 

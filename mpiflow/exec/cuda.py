@@ -8,6 +8,7 @@ step.
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,6 +40,8 @@ def load() -> CupyDriver:
     """
     wanted = "--device cuda needs the Python package cupy, and a GPU that it can use: "
     instead = "; start the ranks where there is one, or make the plan with --device cpu"
+    # So that the number of a GPU is the same in all tools of a host.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:

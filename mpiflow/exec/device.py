@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpiflow.errors import LaunchError, PlanError
+from mpiflow.errors import PlanError
 from mpiflow.exec.segments import Call, HostStream, Stream
-from mpiflow.exec.transport import Message
-from mpiflow.plan.places import ACCELERATOR, HOST
+from mpiflow.exec.transport import Group, Message, Transport
+from mpiflow.plan.places import HOST
 
 if TYPE_CHECKING:
     from mpiflow.exec.hazards import Hazards
@@ -60,6 +61,24 @@ class Device(Protocol):
 
     def advance(self) -> bool:
         """The host can do nothing now but wait for the device; whether it need not wait."""
+
+    def group(self, transport: Transport, group: Group, members: tuple[int, ...]) -> Group:
+        """Collective over all ranks. What tasks of route nccl use instead of the host's group."""
+
+    def links(
+        self,
+        transport: Transport,
+        group: Group,
+        stages: Sequence[int],
+        links: Sequence[tuple[int, int]],
+    ) -> Group:
+        """Collective over all ranks. The same for messages between stages.
+
+        `stages` has that of each rank, `links` which stage sends to which.
+        """
+
+    def close(self) -> None:
+        """Collective. Give back what groups have of the device."""
 
     def quiet(self) -> AbstractContextManager[Any]:
         """While it lasts, kernels that overflow or divide by zero give inf and nan in silence."""
@@ -107,6 +126,23 @@ class Cpu:
         """Threads advance by themselves."""
         return False
 
+    def group(self, transport: Transport, group: Group, members: tuple[int, ...]) -> Group:
+        """That of the host."""
+        return group
+
+    def links(
+        self,
+        transport: Transport,
+        group: Group,
+        stages: Sequence[int],
+        links: Sequence[tuple[int, int]],
+    ) -> Group:
+        """That of the host."""
+        return group
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def quiet(self) -> AbstractContextManager[Any]:
         """Without NumPy's warnings."""
         return np.errstate(all="ignore")
@@ -147,36 +183,31 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def open_device(name: str, kind: str, seed: int | str = 0) -> Device:
-    """The device of that name (cpu, fake, cuda), for a plan of that kind; the seed is for fake.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a device is opened for: `kind` and `routes` of the plan, and how it was asked for.
 
-    LaunchError where this rank has none, or mpiflow cannot run such a plan.
+    `seed` is for fake; `share`, several ranks on a GPU, and `strict` are for cuda.
     """
-    if name == "cpu" and kind == HOST:
+
+    kind: str
+    routes: frozenset[str] = frozenset()
+    seed: int | str = 0
+    share: bool = False
+    strict: bool = False
+
+
+def open_device(name: str, wanted: Wanted, transport: Transport) -> Device:
+    """Collective. The device of that name (cpu, fake, cuda).
+
+    LaunchError where a rank has none.
+    """
+    if wanted.kind == HOST:
         return Cpu()
-    if name == "fake" and kind == ACCELERATOR:
+    if name == "fake":
         from mpiflow.exec.fake import Fake
 
-        return Fake(seed)
-    if name == "cuda":
-        _find_gpu()
-    raise LaunchError(
-        f"the plan is for device {kind!r}; this mpiflow proves, prices and simulates such plans,"
-        " and runs them with --device fake; to compute at speed, make the plan with --device cpu"
-    )
+        return Fake(wanted.seed)
+    from mpiflow.exec.cuda_device import open_gpu
 
-
-def _find_gpu() -> None:
-    """LaunchError, which says what was looked for, where there is no GPU that CuPy can use."""
-    wanted = "--device cuda needs the Python package cupy, and a GPU that it can use: "
-    instead = "; start the ranks where there is one, or make the plan with --device cpu"
-    try:
-        cupy = importlib.import_module("cupy")
-    except ImportError as error:
-        raise LaunchError(f"{wanted}cupy cannot be imported ({error}){instead}") from error
-    if not cupy.cuda.is_available():
-        version = cupy.cuda.runtime.driverGetVersion()
-        raise LaunchError(
-            f"{wanted}cupy {cupy.__version__} is here and finds no GPU (version of the driver:"
-            f" {version or 'there is none'}){instead}"
-        )
+    return open_gpu(wanted, transport)

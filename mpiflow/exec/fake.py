@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from mpiflow.errors import TaskError
 from mpiflow.exec.device import host_bytes, host_dtype, resident_bytes
 from mpiflow.exec.hazards import POISON, Hazards
 from mpiflow.exec.segments import Call, Events, Segment
-from mpiflow.exec.transport import Message
+from mpiflow.exec.transport import Group, Message, Transport
 from mpiflow.plan.places import ACCELERATOR
 from mpiflow.plan.records import Task
 
@@ -181,6 +181,23 @@ class Fake:
         """Copy between steps."""
         np.copyto(array, values)
         self._hazards.filled(array)
+
+    def group(self, transport: Transport, group: Group, members: tuple[int, ...]) -> Group:
+        """That of the host."""
+        return group
+
+    def links(
+        self,
+        transport: Transport,
+        group: Group,
+        stages: Sequence[int],
+        links: Sequence[tuple[int, int]],
+    ) -> Group:
+        """That of the host."""
+        return group
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Without NumPy's warnings."""

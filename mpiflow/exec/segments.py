@@ -44,8 +44,6 @@ class Stream(Protocol):
     polled: bool
     """Whether `done` has to be looked at, as nobody calls `wake`."""
 
-    done: int
-    """How many of the segments submitted so far are done; never less than before."""
     failure: tuple[Task, BaseException] | None
     """The task that raised, and what. The segments behind it are not done."""
     seconds: float
@@ -54,6 +52,10 @@ class Stream(Protocol):
     """When the last of them ended, by `time.perf_counter`."""
     thread: int | None
     """The thread that they run on, where it is another."""
+
+    @property
+    def done(self) -> int:
+        """How many of the segments submitted so far are done; never less than before."""
 
     def submit(self, segment: Segment, after: Events = ()) -> None:
         """Do this next, after all that was submitted before, and these of other streams."""

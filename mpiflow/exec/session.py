@@ -27,9 +27,9 @@ from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.sbp import Box, Broadcast
-from mpiflow.plan.places import HOST
+from mpiflow.plan.places import HOST, NCCL
 from mpiflow.plan.protocols import Reader, Writer
-from mpiflow.plan.records import COMPUTE, WRITE, Plan, Program, Register, Task
+from mpiflow.plan.records import COMPUTE, SEND, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.store import digest
 from mpiflow.plan.unroll import folded
 from mpiflow.plan.verify import verify
@@ -86,8 +86,9 @@ class Session:
         stage, place = plan.mesh.stage_of(transport.rank)
         self.plan, self.transport, self.place = plan.at_stage(stage), transport, place
         self.rank = self.plan.slice(place)
-        self.groups = self._make_groups(plan, stage)
         self.device: Device = device or Cpu()
+        self.groups = self._make_groups(plan, stage)
+        self.direct = self._make_direct(plan, stage)
         if plan.device != self.device.kind:
             raise PlanError(f"the plan is for a {plan.device!r}, the ranks have {self.device.kind}")
         self.arenas = {
@@ -117,6 +118,21 @@ class Session:
             groups[STAGE] = self.transport.group(tuple(range(plan.mesh.size)), STAGE)
         return groups
 
+    def _make_direct(self, plan: Plan, stage: int) -> dict[str, Group]:
+        """The same for what is started on the device."""
+        tasks = [(p, task) for p in plan.programs for task in p.tasks if task.route == NCCL]
+        found: dict[str, Group] = {}
+        for axis in plan.communicators() if tasks else ():
+            members = (plan.mesh.rank_in_stage(stage, rank) for rank in self.rank.members(axis))
+            found[axis] = self.device.group(self.transport, self.groups[axis], tuple(members))
+        links = {(p.stage, task.attributes["stage"]) for p, task in tasks if task.kind == SEND}
+        if links:
+            stages = [plan.mesh.stage_of(rank)[0] for rank in range(plan.mesh.size)]
+            found[STAGE] = self.device.links(
+                self.transport, self.groups[STAGE], stages, sorted(links)
+            )
+        return found
+
     def _check(self) -> None:
         if self.transport.check is not None:
             self.transport.check()
@@ -130,6 +146,7 @@ class Session:
             self.mesh,
             self.arenas,
             self.groups,
+            self.direct,
             lambda micro: self.reads.give_back(reads[0], micro),
             polled=self.transport.polled,
         )
@@ -367,10 +384,12 @@ class Session:
     @property
     def sent(self) -> int:
         """Payload bytes that this rank has sent so far."""
-        return sum(group.sent for group in self.groups.values())
+        groups = {id(group): group for group in (*self.groups.values(), *self.direct.values())}
+        return sum(group.sent for group in groups.values())
 
     def close(self) -> None:
         """Let the threads end."""
         self.writes.wait()
         self.reads.close()
         self._end_streams()
+        self.device.close()

@@ -1,0 +1,19 @@
+"""Jobs on the cuda device, with NumPy behind what it asks of CuPy: the bits of the host."""
+
+import pytest
+from gpu_jobs import on_gpus
+from jobs import classifier, compile_for, evaluate, on_ranks, train
+
+
+def learn(session):
+    return train(session, 3), evaluate(session)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("mesh", "route"),
+    [("data=2", "staged"), ("data=3", "nccl"), ("data=2,model=2", "nccl"), ("stage=2", "staged")],
+)
+def test_a_job_learns_what_it_does_on_the_host_to_the_bit(mesh, route):
+    expected = on_ranks(compile_for(mesh, classifier()), learn)
+    assert on_gpus(compile_for(mesh, classifier(), route=route), learn) == expected
