@@ -126,17 +126,20 @@ def _step_rows(last: dict[str, Any], slowest: dict[str, float]) -> list[list[str
 
 
 def _size_rows(last: dict[str, Any]) -> list[list[str]]:
-    predicted = last["predicted"]
-    rows = []
+    predicted, arenas = last["predicted"], last["peak_bytes"]
+    rows = [
+        _compared(
+            f"{name if len(arenas) > 1 else 'arena'} memory, largest rank",
+            predicted["peak_bytes"][name], seen, size_text,
+        )
+        for name, seen in arenas.items()
+    ]  # fmt: skip
     for label, key in (
-        ("arena memory, largest rank", "peak_bytes"),
         ("process memory, largest rank", "process_bytes"),
         ("bytes sent a step, largest rank", "bytes_sent"),
     ):
         if key in last:
-            expected, seen = (d[key]["host"] if key == "peak_bytes" else d[key]
-                              for d in (predicted, last))  # fmt: skip
-            rows.append(_compared(label, expected, seen, size_text))
+            rows.append(_compared(label, predicted[key], last[key], size_text))
     return rows
 
 

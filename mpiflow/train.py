@@ -30,6 +30,7 @@ from mpiflow.io.checkpoint import manifest, read, write
 from mpiflow.io.dataset import DatasetReader, open_reader
 from mpiflow.measured import Measured, joined
 from mpiflow.plan import store
+from mpiflow.plan.places import arena_name
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.traffic import most_sent
 from mpiflow.report import Progress, final_table, results_text
@@ -415,20 +416,24 @@ class _Loop:
         peak = self.session.device.process_bytes()
         steps = self.step - self.start.step
         sent = self._sent // steps if steps else 0
-        mine = [self.session.arena.peak, peak, sent, self.measured.figures()]
+        arenas = self.session.arenas
+        mine = [[arena.peak for arena in arenas.values()], peak, sent, self.measured.figures()]
         everyone = [json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())]
         if self.rows is None:
             return
-        *most, figures = zip(*everyone, strict=True)
-        arena, process, sent = map(max, most)
-        last: dict[str, Any] = {"peak_bytes": {self.plan.device: arena}, "process_bytes": process}
+        peaks, processes, sends, figures = zip(*everyone, strict=True)
+        names = (arena_name(self.plan.device, space) for space in arenas)
+        last: dict[str, Any] = {
+            "peak_bytes": dict(zip(names, map(max, zip(*peaks, strict=True)), strict=True)),
+            "process_bytes": max(processes),
+        }
         predicted: dict[str, Any] = {
             "peak_bytes": dict(self.plan.arenas),
             "process_bytes": self.plan.process_bytes,
         }
         if steps:
             measured, foreseen = joined(self.plan, list(figures))
-            last |= {"bytes_sent": sent, **measured}
+            last |= {"bytes_sent": max(sends), **measured}
             predicted |= {"bytes_sent": most_sent(self.plan, "train"), **foreseen}
         last["predicted"] = predicted
         self.rows.add(last)

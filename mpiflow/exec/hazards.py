@@ -278,9 +278,8 @@ class Watched:
             if cell.owner is None:
                 raise Finding(f"reads {_shown(name)}, which nothing has written", use.task)
             if cell.owner != owner and cell.owner is not _FILLED:
-                by = f" (written by {_who(cell.writer)})" if cell.writer else ""
-                held = f"its bytes now hold {_shown(cell.owner[1])}{by}"
-                raise Finding(f"reads {_shown(name)}, but {held}", use.task)
+                held = _held(cell, owner)
+                raise Finding(f"reads {_shown(name)}, but its bytes now hold {held}", use.task)
             if cell.writer is not None and not self._ordered(cell.writer, use, clock):
                 what = f"reads {_shown(name)} without waiting for {_who(cell.writer)}"
                 raise Finding(what, use.task)
@@ -345,6 +344,15 @@ def _shown(name: str) -> str:
 def _who(use: Use) -> str:
     micro = f" of micro-batch {use.task.micro + 1}" if "#" in use.task.name else ""
     return f"{folded(use.task)}{micro} on {use.stream}"
+
+
+def _held(cell: Cell, wanted: Owner) -> str:
+    """What a cell holds, where that is not what was wanted."""
+    assert cell.owner is not None
+    by = f" (written by {_who(cell.writer)})" if cell.writer else ""
+    if cell.owner[:2] == wanted[:2]:
+        return f"that of step {cell.owner[2] + 1}{by}"
+    return f"{_shown(cell.owner[1])}{by}"
 
 
 def _taking(task: Task) -> str:
