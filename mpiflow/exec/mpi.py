@@ -162,6 +162,8 @@ class MpiGroup(Group):
     """A communicator. A single message or collective has at most `limit` elements."""
 
     limit = 2**31 - 1
+    synchronous = False
+    """Whether a send is over only once it is received, as on networks that buffer nothing."""
 
     def __init__(self, transport: MpiTransport, mpi: Any, communicator: Any, label: str) -> None:
         super().__init__(label, communicator.Get_size(), communicator.Get_rank())
@@ -228,10 +230,8 @@ class MpiGroup(Group):
         return self._exchange(send, receive, once=call.once)
 
     def _send(self, call: Call) -> list[Piece]:
-        return [
-            self._persist(self._communicator.Send_init(part, call.peer, call.tag))
-            for part in self._parts(call.send)
-        ]
+        bind = self._communicator.Ssend_init if self.synchronous else self._communicator.Send_init
+        return [self._persist(bind(part, call.peer, call.tag)) for part in self._parts(call.send)]
 
     def _receive(self, call: Call) -> list[Piece]:
         return [
@@ -258,9 +258,10 @@ class MpiGroup(Group):
         """Messages between all pairs, receives first; sends begin with the next neighbour."""
         own = self.index
         others = [(own + step) % self.size for step in range(1, self.size)]
+        away = "Ssend" if self.synchronous else "Send"
         pieces = [
             self._message(name, part, peer, once)
-            for name, peers, parts in (("Recv", reversed(others), receive), ("Send", others, send))
+            for name, peers, parts in (("Recv", reversed(others), receive), (away, others, send))
             for peer in peers
             for part in self._segments(parts[peer])
         ]
