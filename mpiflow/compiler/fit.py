@@ -21,6 +21,7 @@ from mpiflow.compiler.limited import DoesNotFit, NotFound, minimise_within
 from mpiflow.compiler.zero import LEVELS, split_variables
 from mpiflow.errors import CompileError
 from mpiflow.graph.sbp import S
+from mpiflow.plan.text import size_text
 
 if TYPE_CHECKING:
     from mpiflow.compiler.signature import Placed, Problem
@@ -236,7 +237,9 @@ def within(
             aimed -= made.nbytes - limit
     if failed is None:
         raise CompileError(
-            f"plans exceed the limit of {limit:,} bytes, though their layouts fit it"
+            f"the job does not fit {size_text(limit)} a rank: of the plans that were made the"
+            f" smallest needs {size_text(smallest)}; take more micro-batches or ranks,"
+            " --recompute auto or full, a smaller batch, or a larger --memory"
         )
     failed.arena = smallest
     raise failed
