@@ -32,12 +32,16 @@ _UNANSWERED = 12
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A rank: the host that it is on, its process there, the port where it listens."""
+    """A rank: the host that it is on, its process there, the port where it listens.
+
+    `space` tells containers apart: processes see each other where it is the same.
+    """
 
     rank: int
     host: str
     pid: int
     port: int
+    space: int = 0
 
 
 class Post:
@@ -52,7 +56,8 @@ class Post:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((_LOCALHOST if one_host else "", 0))
         self._socket.setblocking(False)
-        mine = [self.rank, transport.host, os.getpid(), self._socket.getsockname()[1]]
+        port = self._socket.getsockname()[1]
+        mine = [self.rank, transport.host, os.getpid(), port, _process_space()]
         everyone = transport.all_gather(json.dumps(mine).encode())
         self.addresses = [Address(*json.loads(data)) for data in everyone]
         token = secrets.token_hex(8).encode() if self.rank == 0 else None
@@ -117,6 +122,14 @@ class Post:
         path = self._folder / f"new-{self.rank}"
         path.write_bytes(data)
         path.replace(self._folder / f"rank-{self.rank}")
+
+
+def _process_space() -> int:
+    """The namespace of this process's id; 0 where there are none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _resolved(host: str) -> str:

@@ -152,7 +152,8 @@ class Watch:
         return any(process_state(address.pid) == GONE for address in silent)
 
     def _is_here(self, address: Address) -> bool:
-        return address.host == self._addresses[self._own].host
+        own = self._addresses[self._own]
+        return (address.host, address.space) == (own.host, own.space)
 
     def patience(self) -> float:
         """For how long this job may stand still by its own pace."""

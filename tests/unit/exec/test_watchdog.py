@@ -164,6 +164,16 @@ def test_what_does_not_carry_the_token_is_dropped(tmp_path):
     second.close()
 
 
+@pytest.mark.parametrize(("space", "gone"), [(0, True), (1, False)])
+def test_a_process_of_another_container_is_not_taken_for_one_that_is_gone(space, gone):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    addresses = [Address(0, "a", os.getpid(), 1), Address(1, "a", ended.pid, 1, space)]
+    seen = Watch(classifier_plan("data=2"), addresses, 0, PERIOD)
+    seen.pass_time(60.0)
+    assert seen.gone() == gone
+
+
 def test_a_host_knows_whether_a_process_runs_is_stopped_or_gone():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     os.kill(process.pid, signal.SIGSTOP)
