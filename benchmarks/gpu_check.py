@@ -45,7 +45,7 @@ TRAINED = {
     "resnet": ("examples/images.py", ("model=resnet18", "classes=4", "batch=64", "warmup=5")),
 }
 """Jobs that make their own data, but for digits, which is packed from scikit-learn's."""
-STEPS = 40
+STEPS, DRY_STEPS = 40, 4
 SIZES = (512, 2048, 8192)
 
 
@@ -318,16 +318,17 @@ def _train(
 ) -> tuple[list[float], float]:
     """The losses of a job's steps, and the median seconds of one; in processes of their own."""
     file, settings = TRAINED[job]
+    steps = DRY_STEPS if bench.dry else STEPS
     out = Path(tempfile.mkdtemp(dir=bench.folder, prefix=f"{job}-{device}-{ranks}-"))
     launch = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
     _run(
         "-m", "mpiflow", "run", str(ROOT / file), "--device", device,
-        "--data", str(bench.folder), "--out", str(out), "--steps", str(STEPS), *more,
+        "--data", str(bench.folder), "--out", str(out), "--steps", str(steps), *more,
         *(part for setting in settings for part in ("--set", setting)), launch=launch,
     )  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row and "seconds" in row]
-    return [row["loss"] for row in steps], statistics.median(row["seconds"] for row in steps)
+    done = [row for row in rows if "loss" in row and "seconds" in row]
+    return [row["loss"] for row in done], statistics.median(row["seconds"] for row in done)
 
 
 def _compare(ours: list[float], theirs: list[float]) -> float:

@@ -14,8 +14,65 @@ from types import SimpleNamespace
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from mpiflow.exec.cuda_arrays import FORWARDED, UFUNCS
+from mpiflow.exec.cuda_arrays import ALLOCATING, UFUNCS, VALUES, VIEWS
 from mpiflow.exec.cuda_driver import Gpu
+
+
+class DeviceArray(np.ndarray):
+    """An array that NumPy cannot reach, nor an array of NumPy be mixed with, as one of CuPy."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+        arrays = [a for a in (*inputs, *out, options.get("where")) if isinstance(a, np.ndarray)]
+        assert all(isinstance(a, DeviceArray) for a in arrays), f"{ufunc}: memory of the host"
+        options = {key: host(value) for key, value in options.items()}
+        if out:
+            options["out"] = tuple(host(a) for a in out)
+        return device(getattr(ufunc, method)(*map(host, inputs), **options))
+
+    def __array_function__(self, function, types, args, kwargs):
+        raise TypeError(f"numpy.{function.__name__} of an array of the device")
+
+    def __getitem__(self, key):
+        _refuse_host(key if isinstance(key, tuple) else (key,))
+        return device(super().__getitem__(key))
+
+    def __setitem__(self, key, value):
+        _refuse_host((*(key if isinstance(key, tuple) else (key,)), value))
+        super().__setitem__(key, value)
+
+    def sort(self):
+        self.view(np.ndarray).sort()
+
+
+def _refuse_host(values):
+    for value in values:
+        if isinstance(value, np.ndarray):
+            assert isinstance(value, DeviceArray), "an array of the host"
+
+
+def host(value):
+    """What is behind an array of the device."""
+    return value.view(np.ndarray) if isinstance(value, DeviceArray) else value
+
+
+def device(value):
+    """Arrays as those of the device, and scalars too, of which CuPy knows none."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(device, value))
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value).view(DeviceArray)
+    return value
+
+
+def on_device(function):
+    """A function of NumPy that takes and gives arrays of the device alone."""
+
+    def call(*args, **kwargs):
+        _refuse_host((*args, *kwargs.values()))
+        args = [tuple(map(host, a)) if isinstance(a, tuple) else host(a) for a in args]
+        return device(function(*args, **{key: host(value) for key, value in kwargs.items()}))
+
+    return call
 
 
 class Ufunc:
@@ -33,15 +90,15 @@ class Ufunc:
 
     def reduce(self, array, axis=0, dtype=None, out=None, keepdims=False):
         assert self._name == "add", f"CuPy has no {self._name}.reduce"
-        return np.sum(array, axis=axis, dtype=dtype, out=out, keepdims=keepdims)
+        return on_device(np.sum)(array, axis=axis, dtype=dtype, out=out, keepdims=keepdims)
 
     def accumulate(self, array, axis=0, dtype=None, out=None):
         assert self._name == "add", f"CuPy has no {self._name}.accumulate"
-        return np.cumsum(array, axis=axis, dtype=dtype, out=out)
+        return on_device(np.cumsum)(array, axis=axis, dtype=dtype, out=out)
 
     def at(self, a, indices, b=None):
         assert self._name == "add"
-        np.add.at(a, indices, b)
+        on_device(np.add.at)(a, indices, b)
 
 
 class Elementwise:
@@ -55,7 +112,8 @@ class Elementwise:
         assert rows == source.shape[0]
         assert out.size == index.size * width
         assert out.dtype == source.dtype, "T is one type"
-        taken = np.take(source.reshape(rows, width), index.reshape(-1), axis=0, mode="clip")
+        flat = source.reshape(rows, width), index.reshape(-1)
+        taken = on_device(np.take)(*flat, axis=0, mode="clip")
         out[...] = taken.reshape(out.shape)
 
 
@@ -67,31 +125,33 @@ class Reduction:
 
     def __call__(self, x, y, out, axis=None, keepdims=False):
         assert x.dtype == y.dtype == out.dtype, "T is one type"
-        out[...] = np.sum(x * y, axis=axis, keepdims=keepdims)
+        out[...] = on_device(np.sum)(x * y, axis=axis, keepdims=keepdims)
         return out
 
 
 def _copyto(dst, src, casting="same_kind", where=None):
-    np.copyto(dst, src, casting=casting, where=True if where is None else where)
+    where = True if where is None else where
+    on_device(np.copyto)(dst, src, casting=casting, where=where)
 
 
 def _put(a, ind, v, mode="wrap"):
     assert mode != "raise", "it would wait for the GPU"
-    np.put(a, ind, v, mode=mode)
+    on_device(np.put)(a, ind, v, mode=mode)
 
 
 def _max(a, axis=None, out=None, keepdims=False):
-    return np.max(a, axis=axis, out=out, keepdims=keepdims)
+    return on_device(np.max)(a, axis=axis, out=out, keepdims=keepdims)
 
 
 def _argmax(a, axis=None, dtype=None, out=None, keepdims=False):
     assert dtype is None
-    return np.argmax(a, axis=axis, out=out, keepdims=keepdims)
+    return on_device(np.argmax)(a, axis=axis, out=out, keepdims=keepdims)
 
 
 def cupy():
     """What mpiflow uses of CuPy."""
-    made = {name: getattr(np, name) for name in FORWARDED}
+    made = {name: getattr(np, name) for name in (*VALUES, *VIEWS)}
+    made |= {name: on_device(getattr(np, name)) for name in (*ALLOCATING, *VIEWS)}
     made |= {name: Ufunc(name) for name in (*UFUNCS, "add", "multiply", "maximum")}
     made |= {
         "copyto": _copyto, "put": _put, "max": _max, "argmax": _argmax,
@@ -163,7 +223,7 @@ class StandIn:
 
     def allocate(self, nbytes):
         self._note("allocate", nbytes)
-        return np.zeros(nbytes, np.uint8)
+        return device(np.zeros(nbytes, np.uint8))
 
     def allocate_pinned(self, nbytes):
         self._note("allocate_pinned", nbytes)
@@ -186,11 +246,11 @@ class StandIn:
 
     def fetch(self, array):
         self._note("fetch", array.nbytes)
-        return array.copy()
+        return host(array).copy()
 
     def fill(self, array, values):
         self._note("fill", array.nbytes)
-        array[...] = values
+        host(array)[...] = values
 
     def event(self):
         self._events += 1
@@ -214,13 +274,14 @@ class StandIn:
     def copy(self, target, source):
         self._note("copy", source.nbytes, self._on)
         assert target.nbytes == source.nbytes
-        target[...] = source
+        host(target)[...] = host(source)
 
     def multiply(self, product, out, left, right):
         """As cuBLAS would: from addresses, leading dims and steps alone."""
         sizes = f"{product.m}x{product.k}x{product.n}"
         self._note("product", sizes, *[product.count][: product.count > 1], self._on)
         assert self._current or not self._streams, "on no stream"
+        out, left, right = host(out), host(left), host(right)
         if product.exchanged:
             left, right = right, left
         m, n, k = product.m, product.n, product.k
@@ -259,46 +320,46 @@ class StandIn:
 
     def _meet(self, comm, item):
         if self.blind:
-            return [item] * comm.size
+            return [host(item)] * comm.size
         comm.count += 1
-        return self.world.exchange((comm.id, comm.count), comm.size, comm.index, item.copy())
+        return self.world.exchange((comm.id, comm.count), comm.size, comm.index, host(item).copy())
 
     def all_reduce(self, comm, out, source, reduce):
         self._note("all_reduce", reduce, out.size, out.dtype, self._on)
-        out[...] = _reduced(self._meet(comm, source), reduce)
+        host(out)[...] = _reduced(self._meet(comm, source), reduce)
 
     def reduce(self, comm, out, source, reduce, root):
         self._note("reduce", reduce, source.size, source.dtype, "to", root, self._on)
         found = self._meet(comm, source)
         if root == comm.index:
-            out[...] = _reduced(found, reduce)
+            host(out)[...] = _reduced(found, reduce)
 
     def broadcast(self, comm, out, source, root):
         self._note("broadcast", out.size, out.dtype, "from", root, self._on)
-        out[...] = self._meet(comm, source)[root]
+        host(out)[...] = self._meet(comm, source)[root]
 
     def all_gather(self, comm, out, source):
         self._note("all_gather", source.size, source.dtype, self._on)
-        out[...] = np.concatenate(self._meet(comm, source))
+        host(out)[...] = np.concatenate(self._meet(comm, source))
 
     def reduce_scatter(self, comm, out, source, reduce):
         self._note("reduce_scatter", reduce, out.size, out.dtype, self._on)
         whole = _reduced(self._meet(comm, source), reduce)
-        out[...] = np.split(whole, comm.size)[comm.index]
+        host(out)[...] = np.split(whole, comm.size)[comm.index]
 
     def send(self, comm, source, peer):
         self._note("send", source.size, source.dtype, "to", peer, self._on)
         if not self.blind:
-            self.world.put((comm.id, comm.index, peer), source.copy())
+            self.world.put((comm.id, comm.index, peer), host(source).copy())
 
     def receive(self, comm, out, peer):
         self._note("receive", out.size, out.dtype, "from", peer, self._on)
 
         def take():
-            out[...] = self.world.take((comm.id, peer, comm.index))
+            host(out)[...] = self.world.take((comm.id, peer, comm.index))
 
         if self.blind:
-            out[...] = 1
+            host(out)[...] = 1
         elif self._late is None:
             take()
         else:

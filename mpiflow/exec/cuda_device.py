@@ -212,7 +212,7 @@ class CudaDevice:
 
     def fetch(self, array: Any) -> np.ndarray:
         """What an array holds between steps."""
-        return array if isinstance(array, np.ndarray) else self.driver.fetch(array)
+        return array if type(array) is np.ndarray else self.driver.fetch(array)
 
     def fill(self, array: Any, values: np.ndarray) -> None:
         """Let an array hold these values, between steps."""

@@ -94,7 +94,7 @@ class SampleClasses(Op):
             counter = xp.empty((len(group), 4), xp.uint32)
             counter[:, 0], counter[:, 1] = group, block
             counter[:, 2], counter[:, 3] = step & 0xFFFFFFFF, step >> 32
-            words = philox4x32(counter, self.key).reshape(-1)[: last - first]
+            words = philox4x32(counter, self.key, xp).reshape(-1)[: last - first]
             part = keys[first:last]
             xp.copyto(part, words)
             xp.left_shift(part, 32, out=part)

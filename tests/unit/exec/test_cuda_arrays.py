@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_stand_in import StandIn
+from gpu_stand_in import StandIn, device, host
 
 import mpiflow.ops
 from mpiflow.errors import PlanError
@@ -40,7 +40,7 @@ def test_what_is_not_there_is_named():
 
 
 def test_copies_and_sums_under_a_mask():
-    out, mask = np.zeros(5), np.array([True, False, True, False, True])
+    out, mask = xp.zeros(5), device(np.array([True, False, True, False, True]))
     xp.copyto(out, 2, where=mask)
     xp.add(out, out, out=out, where=mask)
     xp.multiply(out, 0.5, out=out, where=~mask)
@@ -48,14 +48,21 @@ def test_copies_and_sums_under_a_mask():
 
 
 def test_rows_are_taken_by_clipped_indices():
-    table = draw.standard_normal((4, 3))
-    index = np.array([[0, 9], [-7, 3]])
-    out = np.empty((2, 2, 3))
+    table = device(draw.standard_normal((4, 3)))
+    index = device(np.array([[0, 9], [-7, 3]]))
+    out = xp.empty((2, 2, 3))
     xp.take(table, index, axis=0, out=out, mode="clip")
-    np.testing.assert_array_equal(out, table[[[0, 3], [0, 3]]])
-    assert xp.take(table, np.array([-1, 11, 100]), mode="clip").tolist() == [
-        table[0, 0], table[3, 2], table[3, 2],
+    np.testing.assert_array_equal(host(out), host(table)[[[0, 3], [0, 3]]])
+    assert xp.take(table, device(np.array([-1, 11, 100])), mode="clip").tolist() == [
+        *host(table)[[0, 3, 3], [0, 2, 2]]
     ]  # fmt: skip
+
+
+def test_memory_of_the_host_is_refused():
+    with pytest.raises(AssertionError, match="memory of the host"):
+        xp.exp(xp.zeros(3), out=np.zeros(3))
+    with pytest.raises(TypeError, match=r"numpy\.sort of an array of the device"):
+        np.sort(xp.zeros(3))
 
 
 def test_other_ways_of_taking_are_refused():
@@ -64,10 +71,10 @@ def test_other_ways_of_taking_are_refused():
 
 
 def test_a_maximum_of_nothing_is_its_initial_value():
-    out = np.zeros(2)
-    xp.maximum.reduce(np.zeros((2, 0)), axis=(1,), out=out, initial=-np.inf)
+    out = xp.zeros(2)
+    xp.maximum.reduce(xp.zeros((2, 0)), axis=(1,), out=out, initial=-np.inf)
     assert out.tolist() == [-np.inf, -np.inf]
-    xp.maximum.reduce(np.array([[1.0, 7.0], [3.0, 2.0]]), axis=1, out=out, initial=5)
+    xp.maximum.reduce(device(np.array([[1.0, 7.0], [3.0, 2.0]])), axis=1, out=out, initial=5)
     assert out.tolist() == [7, 5]
 
 
@@ -79,9 +86,9 @@ def test_the_einsums_of_ops(letters):
         for part in letters.partition("->")[0].split(",")
     )
     expected = np.einsum(letters, x, y)
-    out = np.empty_like(expected)
-    xp.einsum(letters, x, y, out=out)
-    np.testing.assert_allclose(out, expected)
+    out = xp.empty(expected.shape)
+    xp.einsum(letters, device(x), device(y), out=out)
+    np.testing.assert_allclose(host(out), expected)
 
 
 def test_other_einsums_are_refused():

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from gpu_stand_in import StandIn, World
+from gpu_stand_in import StandIn, World, device
 
 from mpiflow.errors import LaunchError, TaskError
 from mpiflow.exec.local import LocalWorld
@@ -95,8 +95,8 @@ def test_a_scatter_is_one_call_if_even_and_a_group_of_reductions_if_not(counts):
 def test_an_exchange_is_a_group_of_messages_and_a_copy():
     def work(group):
         counts = [1, 0, 2]  # to each member
-        send = np.arange(3, dtype="int32") + 10 * group.index
-        receive = np.empty(counts[group.index] * 3, "int32")
+        send = device(np.arange(3, dtype="int32") + 10 * group.index)
+        receive = device(np.empty(counts[group.index] * 3, "int32"))
         do(group.bind_all_to_all(send, counts, receive, [counts[group.index]] * 3))
         return receive.tolist()
 
