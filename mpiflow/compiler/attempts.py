@@ -38,7 +38,7 @@ def cheapest(
     are looked at only if no layouts fit. `steps` are levels of less and less memory. Raises
     TooLarge.
     """
-    limit, parts = target.memory, target.mesh.stages > 1
+    limit = target.memory
     named = target.recompute if target.recompute != AUTO else None
     plan = planner(named or NONE)
     made = plan(None)
@@ -46,7 +46,7 @@ def cheapest(
         return made
     found: list[Attempt[T]] = []
     try:
-        found.append(within(limit, made, limits, plan, parts))
+        found.append(within(limit, made, limits, plan))
     except TooLarge:
         if named:
             raise
@@ -56,7 +56,7 @@ def cheapest(
     if found:
         return min(found, key=lambda attempt: seconds(attempt.made))
     plan = planner(FULL)
-    return within(limit, plan(None), limits, plan, parts)
+    return within(limit, plan(None), limits, plan)
 
 
 def _first_that_fits(

@@ -10,12 +10,18 @@ Time is counted in nodes, in the order in which they run. At each, a rank holds
 
 In a step of micro-batches one turn of the loop stands for all; what its turns share is there
 throughout. The arena (`memory.py`) counts more: alignment, gaps, buckets, messages that overlap.
+
+Pipeline stages hold a share each. Their times are put one after another, so that the fullest moment
+of all is that of the stage that holds most:
+
+    received    what other stages make, from the first node that takes it to the last
+    in flight   what the forward pass leaves for the backward pass of each micro-batch on its way
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -37,6 +43,15 @@ if TYPE_CHECKING:
 
 _SLOTS = 2
 """Of an input: one in use, one being filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a pipeline stage has of a graph, and how many micro-batches are in flight there."""
+
+    nodes: frozenset[Node]
+    variables: frozenset[Tensor]
+    in_flight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +104,45 @@ class Budget:
         return float(self.profile(choice).max(initial=0.0))
 
 
-def budget(problem: Problem, *, scatter: bool = False, again: bool = False) -> Budget:
+def budget(
+    problem: Problem, *, scatter: bool = False, again: bool = False, shares: Sequence[Share] = ()
+) -> Budget:
     """What the choices of a problem hold. The flags are those of `lower` by the level of ZeRO.
 
     With `scatter`, gradients are split before micro-batches add them up; with `again`, copies of
-    weights are let go after the forward pass, unless there is a loop over micro-batches.
+    weights are let go after the forward pass, unless there is a loop over micro-batches. `shares`
+    are those of pipeline stages; where there are none, a rank holds all.
     """
-    return _Collector(problem, scatter, again).budget()
+    return _in_turn([_Collector(problem, scatter, again, s).budget() for s in shares or (None,)])
+
+
+def _in_turn(budgets: Sequence[Budget]) -> Budget:
+    """Budgets of ranks that hold nothing together, as if their times followed one another."""
+    held: list[Held] = []
+    nodes: list[Node] = []
+    peaks: list[int] = []
+    for each in budgets:
+        first = len(nodes)
+        held += [replace(h, start=first + h.start, stop=first + h.stop) for h in each.held]
+        peaks += [first + peak for peak in each.peaks]
+        nodes += each.nodes
+    return Budget(tuple(held), tuple(nodes), tuple(peaks))
 
 
 class _Collector:
-    def __init__(self, problem: Problem, scatter: bool, again: bool) -> None:
-        self.problem, self.scatter = problem, scatter
+    def __init__(self, problem: Problem, scatter: bool, again: bool, share: Share | None) -> None:
+        self.problem, self.scatter, self.share = problem, scatter, share
         self.graph, self.mesh = problem.graph, problem.choices.mesh
         self.timing = problem.choices.timing
         self.again = again and self.timing is None
         order = self._order()
-        self.nodes = tuple(problem.nodes[i] for i in order)
+        self.nodes = tuple(
+            node for i in order if (node := problem.nodes[i]) in (share.nodes if share else (node,))
+        )
         self.domain = {n: problem.first + i for i, n in enumerate(problem.nodes)}
         looping = [at for at, node in enumerate(self.nodes) if self._loops(node)]
         self.loop = (looping[0], looping[-1]) if looping else (0, -1)
+        self.turn = next((at for at in looping if is_backward(self.nodes[at])), len(self.nodes))
         self.readers: dict[Tensor, list[tuple[int, int]]] = {}
         for at, node in enumerate(self.nodes):
             for operand, tensor in enumerate(node.inputs):
@@ -125,9 +159,14 @@ class _Collector:
         if last < 0:
             return Budget((), (), ())
         for tensor in self.graph.inputs.values():
-            self._hold(tensor, "read slots", 0, last, times=_SLOTS * self._turns_read())
-            self._copies(tensor)
+            if tensor in self.readers:
+                self._hold(tensor, "read slots", 0, last, times=_SLOTS * self._turns_read())
+                self._copies(tensor)
+        for tensor in self.readers if self.share else ():
+            self._received(tensor)
         for variable in self.graph.variables.values():
+            if self.share and variable.tensor not in self.share.variables:
+                continue
             self._hold(variable.tensor, "variable", 0, last)
             self._stage(variable.tensor, last)
             self._copies(variable.tensor)
@@ -164,6 +203,12 @@ class _Collector:
         table: tuple[Table, tuple[Layout, ...]], start: int, stop: int,
     ) -> None:  # fmt: skip
         self.held.append(Held(tensor, what, scope, *table, start, stop))
+        first, last = self.loop
+        stays = first <= start < self.turn <= stop <= last and what in ("tensor", "received")
+        if self.share and self.share.in_flight > 1 and stays:
+            nbytes, layouts = table
+            others = (self.share.in_flight - 1) * nbytes
+            self.held.append(Held(tensor, "in flight", scope, others, layouts, first, last))
 
     def _hold(self, tensor: Tensor, what: str, start: int, stop: int, times: int = 1) -> None:
         """As it is made."""
@@ -219,6 +264,16 @@ class _Collector:
             stop = place - (place == readers[-1][0] and _takes_over(reader, operand))
             self._taken_later(tensor, node, reader, operand, before + 1, stop)
             before = place
+
+    def _received(self, tensor: Tensor) -> None:
+        """What another stage makes, as it is made there; of sums, the whole."""
+        if tensor.node is None or tensor.node in self.share.nodes:  # type: ignore[union-attr]
+            return
+        places = [at for at, _ in self.readers[tensor]]
+        whole = self._loops(tensor.node) and not self._loops(self.nodes[places[0]])
+        domain, _ = self.problem.position[tensor]
+        given = self._given(tensor, whole)
+        self._add(tensor, "received", (domain,), given, places[0], places[-1])
 
     def _taken_later(
         self, tensor: Tensor, maker: Node, reader: Node, operand: int, start: int, stop: int

@@ -44,6 +44,7 @@ from mpiflow.compiler.arrange import (
     stored,
 )
 from mpiflow.compiler.attempts import Levels, Planner, cheapest
+from mpiflow.compiler.budget import Share
 from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes
 from mpiflow.compiler.lower import lower_initialise, lower_save
@@ -55,7 +56,7 @@ from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
 from mpiflow.compiler.routes import route_notes
 from mpiflow.compiler.signature import Placed, choose
-from mpiflow.compiler.stages import assign_like, assign_stages
+from mpiflow.compiler.stages import Stages, assign_like, assign_stages, shares_of
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.compiler.zero import level_note
@@ -174,12 +175,33 @@ class _Compiler:
         timing = self._timed(graph)
         self.observe("micro-batches", "train", timing or "one micro-batch: the whole batch")
 
+        @cache
+        def fastest() -> Step:
+            return self._train_step(graph, timing, None)
+
         def attempt(limit: Limit | None) -> Attempt[Made]:
-            train, packed = self._arranged(graph, timing, limit)
+            train = fastest()
+            if limit is not None:
+                train = self._train_step(graph, timing, limit, train.stages)
+            train, packed = self._arranged(train, limit)
             size = max(stage.nbytes for stage in packed)
-            return Attempt((train, packed), size, lambda: max(map(held_bytes, train.layouts)))
+            return Attempt((train, packed), size, partial(self._held, train))
 
         return attempt
+
+    def _held(self, train: Step) -> float:
+        """What the rank that holds most holds in training, as a limit counts it."""
+        return max(
+            held_bytes(placed, self._shares(train.stages, mesh))
+            for mesh, placed in dict(zip(self.inside, train.layouts, strict=True)).items()
+        )
+
+    def _shares(self, stages: Stages | None, mesh: Mesh) -> tuple[Share, ...]:
+        """What each of the stages that have this mesh has to hold."""
+        if stages is None:
+            return ()
+        chosen = [stage for stage, inside in enumerate(self.inside) if inside == mesh]
+        return shares_of(stages, self.target.pipeline, self.job.micro_batches, chosen)
 
     def _timed(self, graph: Graph) -> Timing | None:
         count = self.job.micro_batches
@@ -201,15 +223,12 @@ class _Compiler:
             return [Limit(0.0, free=True, zero=1), Limit(0.0, free=True, zero=2)]
         return [Limit(0.0, free=True, zero=3)]
 
-    def _arranged(
-        self, graph: Graph, timing: Timing | None, limit: Limit | None
-    ) -> tuple[Step, list[Packed]]:
+    def _arranged(self, train: Step, limit: Limit | None) -> tuple[Step, list[Packed]]:
         """All programs with layouts that keep a limit, and where they have what they hold.
 
         Those of each stage are placed for themselves, but put in order together.
         """
-        train = self._train_step(graph, timing, limit)
-        timed = timing is not None
+        graph, timed = train.placed.graph, train.timing is not None
         variables = [
             {
                 name: stored(graph, name, placed.sources[v.tensor][timed:], mesh, self.folder)
@@ -233,18 +252,25 @@ class _Compiler:
                 return train, packed
             train = train.with_ahead(ahead // 2)
 
-    def _train_step(self, graph: Graph, timing: Timing | None, limit: Limit | None) -> Step:
+    def _train_step(
+        self,
+        graph: Graph,
+        timing: Timing | None,
+        limit: Limit | None,
+        stages: Stages | None = None,
+    ) -> Step:
+        """A training step with the fastest layouts, or with those that keep a limit on `stages`."""
         data, zero = self.data["train"], self.target.zero or 0
 
         def chosen(inside: Mesh) -> Placed:
             mesh = inside.in_time(self.job.micro_batches)
-            placed = choose(graph, mesh, self.machine, timing=timing, zero=zero, limit=limit)
+            mine = limit and replace(limit, shares=self._shares(stages, inside))
+            placed = choose(graph, mesh, self.machine, timing=timing, zero=zero, limit=mine)
             self.observe("signatures", "train", placed)
             return placed
 
         layouts = self.target.on_each(chosen)
-        stages = None
-        if self.mesh.stages > 1:
+        if stages is None and self.mesh.stages > 1:
             seconds = [placed.kernel_seconds() for placed in layouts]
             stages = assign_stages(graph, seconds, self.target.pipeline.virtual)
         self.observe("stages", "train", stages or f"one stage on mesh {self.mesh}")
@@ -335,8 +361,10 @@ class _Compiler:
             _same_variables(graph, variables[0])
             timing = self._evaluation_timing(graph, rows)
             self.observe("micro-batches", program, timing or f"one micro-batch of {rows} rows")
-            layouts = self.target.on_each(partial(self._evaluated, graph, timing, limit, kept))
             stages = train.stages and assign_like(graph, train.stages)
+            layouts = self.target.on_each(
+                partial(self._evaluated, graph, timing, limit, kept, stages)
+            )
             steps.append(make_step(layouts, name, rows, self.target, timing, stages, forward=True))
         return steps
 
@@ -346,11 +374,14 @@ class _Compiler:
         timing: Timing | None,
         limit: Limit | None,
         kept: dict[Mesh, dict[str, Layout]],
+        stages: Stages | None,
         inside: Mesh,
     ) -> Placed:
         """The layouts of an evaluation on the ranks of a stage; variables are in those `kept`."""
         mesh = inside.in_time(timing.micro_batches if timing else 1)
         fixed = {name: (B,) * mesh.timed + layout for name, layout in kept[inside].items()}
+        if limit is not None:
+            limit = replace(limit, shares=self._shares(stages, inside))
         placed = choose(graph, mesh, self.machine, fixed, timing=timing, limit=limit)
         self.observe("signatures", graph.name, placed)
         return placed

@@ -20,7 +20,7 @@ from mpiflow.compiler.candidates import Candidate
 from mpiflow.compiler.cost import collective_seconds, op_seconds
 from mpiflow.compiler.domains import DATA, Choice
 from mpiflow.compiler.machine import Machine
-from mpiflow.compiler.pipeline import Pipeline, Sequence
+from mpiflow.compiler.pipeline import Pipeline
 from mpiflow.compiler.recompute import all_kept
 from mpiflow.compiler.signature import Edge, Placed, choose
 from mpiflow.compiler.stages import Stages, assign_stages
@@ -135,9 +135,7 @@ class Estimator:
             nbytes = work.other + work.state / optimizer
             nbytes += work.weights / gradients if count > 1 else work.weights
             nbytes += work.weights / weights + (work.weights if level > 2 and count > 1 else 0)
-            alive = 1.0
-            if len(works) > 1 and count > 1:
-                alive = _alive(pipeline.sequence(stage, len(works), count), pipeline.virtual)
+            alive = pipeline.alive(stage, len(works), count) if len(works) > 1 else 1.0
             nbytes += _AGAIN[recompute][0] * work.kept * alive / count
             nbytes += _SCRATCH * work.largest / count
             held.append(nbytes)
@@ -275,14 +273,3 @@ def _bubble(turns: list[float], pipeline: Pipeline) -> float:
     if pipeline.schedule == "zero-bubble":
         return idle * (1 - 2 * _WEIGHT_GRADIENTS)
     return idle / pipeline.virtual
-
-
-def _alive(sequence: Sequence, virtual: int) -> float:
-    """The micro-batches whose activations a stage keeps at once, counting parts of one."""
-    last = max(segment for segment, _ in sequence) // virtual * virtual
-    most = alive = 0
-    for segment, _ in sequence:
-        alive += segment < virtual
-        most = max(most, alive)
-        alive -= segment >= last
-    return most / virtual

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiflow.compiler.bounds import Table
-from mpiflow.compiler.budget import Budget, Held, budget
+from mpiflow.compiler.budget import Budget, Held, Share, budget
 from mpiflow.compiler.domains import DATA
 from mpiflow.compiler.elimination import Pairs, Solution, minimise
 from mpiflow.compiler.limited import DoesNotFit, NotFound, minimise_within
@@ -41,12 +41,18 @@ class Limit:
     """At most `nbytes` on a rank, as a budget counts them.
 
     Where it is `free`, what ZeRO splits may be split over the axis `data`, each by itself. `zero`
-    is the level whose lowering the bytes are counted for.
+    is the level whose lowering the bytes are counted for. `shares` are those of the pipeline stages
+    with these layouts; none, where a rank has all.
     """
 
     nbytes: float
     free: bool = False
     zero: int = 0
+    shares: tuple[Share, ...] = ()
+
+    def budget(self, problem: Problem) -> Budget:
+        """What the choices of a problem hold, as this limit counts it."""
+        return budget(problem, scatter=self.zero > 1, again=self.zero > 2, shares=self.shares)
 
 
 class TooLarge(CompileError):
@@ -183,10 +189,10 @@ def _with_prices(problem: Problem, held: Budget, price: Table) -> tuple[list[Tab
     return costs, pairs
 
 
-def held_bytes(placed: Placed) -> float:
-    """What a rank holds at the peak, as a limit counts it."""
+def held_bytes(placed: Placed, shares: tuple[Share, ...] = ()) -> float:
+    """What a rank holds at the peak, as a limit counts it; of stages the one that holds most."""
     zero = placed.limit.zero if placed.limit else 0
-    held = budget(placed.problem, scatter=zero > 1, again=zero > 2)
+    held = budget(placed.problem, scatter=zero > 1, again=zero > 2, shares=shares)
     return held.peak(placed.choice)
 
 
@@ -204,19 +210,15 @@ def within(
     free: Attempt[T],
     limits: Sequence[Limit],
     plan: Callable[[Limit], Attempt[T]],
-    parts: bool = False,
 ) -> Attempt[T]:
     """A plan whose arena has `limit` bytes at most: `free`, or the first that `limits` give.
 
     The arena is a little larger than the budget that layouts are chosen by. What it exceeds the
-    limit by is taken from the next budget. Where each rank has only a part of what a budget counts,
-    that is larger in proportion. Raises TooLarge where no budget gives a plan that fits.
+    limit by is taken from the next budget. Raises TooLarge where no budget gives a plan that fits.
     """
     if free.nbytes <= limit:
         return free
-    ratio = free.counted() / free.nbytes
-    if not parts:
-        ratio = min(ratio, 1.0)
+    ratio = min(free.counted() / free.nbytes, 1.0)
     failed: TooLarge | None = None
     smallest = free.nbytes
     for kind in limits:

@@ -77,6 +77,19 @@ class Pipeline:
         behind = stages - stage - 1
         return _one_forward_one_backward(1 + behind + min(self.ahead, behind), micro_batches)
 
+    def alive(self, stage: int, stages: int, micro_batches: int) -> float:
+        """The micro-batches whose activations a stage keeps at once, counting parts of one."""
+        if micro_batches == 1:
+            return 1.0
+        sequence, virtual = self.sequence(stage, stages, micro_batches), self.virtual
+        last = max(segment for segment, _ in sequence) // virtual * virtual
+        most = alive = 0
+        for segment, _ in sequence:
+            alive += segment < virtual
+            most = max(most, alive)
+            alive -= segment >= last
+        return most / virtual
+
     def streaming(self, stages: int, micro_batches: int) -> Sequence:
         """The segments of any stage, in turn, where there is no backward pass."""
         return _pieces_in_groups(stages, micro_batches, self.virtual)

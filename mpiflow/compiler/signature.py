@@ -14,7 +14,6 @@ import numpy as np
 
 from mpiflow.compiler import boxing
 from mpiflow.compiler.bounds import Table
-from mpiflow.compiler.budget import budget
 from mpiflow.compiler.cost import op_seconds
 from mpiflow.compiler.domains import Choice, Domains
 from mpiflow.compiler.elimination import Pairs, Solution, minimise
@@ -150,7 +149,7 @@ def choose(
     problem = pose(Domains(graph, mesh, variables, timing, split, free), machine)
     if limit is None:
         return problem.placed(minimise(problem.unary, problem.pairs))
-    held = budget(problem, scatter=limit.zero > 1, again=limit.zero > 2)
+    held = limit.budget(problem)
     best = cheapest_within(problem, held, limit.nbytes)
     return replace(problem.placed(best), limit=limit)
 

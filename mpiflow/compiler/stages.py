@@ -21,7 +21,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mpiflow.compiler.budget import Share
 from mpiflow.compiler.forward import forward_nodes, needing_both
+from mpiflow.compiler.pipeline import Pipeline
 from mpiflow.compiler.signature import Placed
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
@@ -95,6 +97,24 @@ def part(placed: Placed, stages: Stages, stage: int) -> Placed:
     kept = {*mine.inputs.values(), *(v.tensor for v in variables.values())}
     sources = {tensor: layout for tensor, layout in placed.sources.items() if tensor in kept}
     return replace(placed, graph=mine, nodes=nodes, sources=sources)
+
+
+def shares_of(
+    stages: Stages, pipeline: Pipeline, count: int, chosen: Sequence[int]
+) -> tuple[Share, ...]:
+    """What the `chosen` stages have of a graph, and how much of `count` micro-batches at once."""
+    return tuple(
+        Share(
+            frozenset(node for node in stages.nodes if stages.on(node, stage)),
+            frozenset(
+                tensor
+                for tensor, chunks in stages.variables.items()
+                if any(stages.stage(chunk) == stage for chunk in chunks)
+            ),
+            pipeline.alive(stage, stages.stages, count),
+        )
+        for stage in chosen
+    )
 
 
 def assign_stages(graph: Graph, seconds: Sequence[dict[Node, float]], virtual: int = 1) -> Stages:

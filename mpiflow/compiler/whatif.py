@@ -7,7 +7,6 @@ from math import inf
 
 import numpy as np
 
-from mpiflow.compiler.budget import budget
 from mpiflow.compiler.domains import Choice, Domains
 from mpiflow.compiler.elimination import Solution, minimise
 from mpiflow.compiler.fit import Limit, cheapest_within
@@ -26,7 +25,7 @@ def forced(problem: Problem, index: int, choice: int, limit: Limit | None = None
     unary[index][choice] = problem.unary[index][choice]
     if limit is None:
         return minimise(unary, problem.pairs)
-    held = budget(problem, scatter=limit.zero > 1, again=limit.zero > 2)
+    held = limit.budget(problem)
     return cheapest_within(replace(problem, unary=unary), held, limit.nbytes)
 
 
