@@ -207,6 +207,10 @@ _SEARCH = _argument(
     help="try meshes, micro-batches, schedules and levels of ZeRO that are not given, and show the"
     " best few",
 )  # fmt: skip
+_PLANS = _argument(
+    "--plans", type=int, metavar="N",
+    help="with --search: make N plans at most (default: 12); more take longer, and miss less",
+)  # fmt: skip
 _REPORT = _argument(
     "--memory-report", action="store_true",
     help="show what each stage holds when it holds most, by class, and the largest tensors",
@@ -220,7 +224,7 @@ _EXPLAIN = _argument(
 
 _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
     (commands.plan, (_argument("job", metavar="FILE.py[:function]"), *_FORM, _SET, _DATA,
-                     _OUTPUT, _SEARCH, _AFTER, _EXPLAIN, _REPORT, _JSON)),
+                     _OUTPUT, _SEARCH, _PLANS, _AFTER, _EXPLAIN, _REPORT, _JSON)),
     (commands.check, (_argument("plan", metavar="FILE.plan"), _OPS, _DATA, _JSON)),
     (simulate_commands.simulate, (
         _argument("job", metavar="FILE.plan|FILE.py"), *_FORM, _SET, _DATA, _OPS,

@@ -38,6 +38,8 @@ def plan(options: Namespace) -> None:
     if options.search:
         _search(options)
         return
+    if options.plans is not None:
+        raise UsageError(f"--plans {options.plans} says how many plans --search makes; give both")
     if options.after:
         _plan_after(options)
         return
@@ -97,13 +99,11 @@ def _search(options: Namespace) -> None:
     machine = find_machine(options.cluster or "cpu")
     job, folder = load_job(options.job, options.set)
     given = search.given_by(options, machine)
-    progress = search.progress_to(sys.stderr.write)
-    if options.json:
-        found = search.find_plans(job, folder, Path(options.data), machine, given)
-    else:
-        found = search.find_plans(
-            job, folder, Path(options.data), machine, given, progress=progress
-        )
+    most = search.PLANS if options.plans is None else options.plans
+    progress = search.silent if options.json else search.progress_to(sys.stderr.write, most)
+    found = search.find_plans(
+        job, folder, Path(options.data), machine, given, most=most, progress=progress
+    )
     command = search.command_of(options, found.planned[0].candidate)
     if options.output:
         store.save(found.planned[0].plan, options.output)

@@ -57,6 +57,10 @@ class Given:
     route: str | None = None
 
 
+def silent(number: int, candidate: Candidate, outcome: Planned | str) -> None:
+    """Says nothing of a plan that was made."""
+
+
 def find_plans(
     job: Job,
     folder: Path,
@@ -65,7 +69,7 @@ def find_plans(
     given: Given,
     *,
     most: int = PLANS,
-    progress: Progress = lambda number, candidate, outcome: None,
+    progress: Progress = silent,
 ) -> Found:
     """Search the meshes, micro-batches, schedules and levels of ZeRO that are not given."""
     mesh = choose_mesh(given.ranks, given.mesh, machine)
@@ -278,7 +282,7 @@ def _reasons(group: tuple[tuple[Candidate, str], ...]) -> Iterator[str]:
         yield f"    and {len(reasons) - _EXAMPLES} other reasons, with --json"
 
 
-def progress_to(write: Callable[[str], Any], most: int = PLANS) -> Progress:
+def progress_to(write: Callable[[str], Any], most: int) -> Progress:
     """Writes a line for each plan that is made."""
 
     def progress(number: int, candidate: Candidate, outcome: Planned | str) -> None:
@@ -292,7 +296,9 @@ def progress_to(write: Callable[[str], Any], most: int = PLANS) -> Progress:
 
 
 def check_given(options: Namespace) -> None:
-    """UsageError for options that show one plan, beside --search, which makes several."""
+    """UsageError for options that show one plan beside --search, which makes at least one."""
+    if options.plans is not None and options.plans < 1:
+        raise UsageError(f"--plans must be at least 1, not {options.plans}")
     for name in ("after", "explain", "memory_report"):
         if getattr(options, name):
             raise UsageError(

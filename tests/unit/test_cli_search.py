@@ -84,12 +84,26 @@ def test_without_search_all_ranks_are_on_the_axis_data(call):
         (("--zero", 7), "--zero takes a level from 0 to 3, not 7"),
         (("--schedule", "zero-bubble", "--micro-batches", 1), "is for pipeline stages"),
         (("--recompute", "some"), "some"),
+        (("--plans", 0), "--plans must be at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(call, arguments, says):
     code, out, err = call("--ranks", 2, "--search", *arguments)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def test_as_many_plans_are_made_as_asked_for(call):
+    code, out, err = call("--search", *FEW, "--plans", 1)
+    assert code == 0
+    assert [line.split(":")[0] for line in err.splitlines()] == ["search 1/1"]
+    assert " 1 of " in out.splitlines()[0]
+
+
+def test_a_number_of_plans_is_for_a_search(call):
+    code, _, err = call(*FEW, "--plans", 3)
+    assert code == 2
+    assert "--plans 3 says how many plans --search makes; give both" in err
 
 
 def test_where_nothing_fits_it_says_what_would_help(call):
