@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from statistics import median
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -128,9 +128,9 @@ def test_the_time_of_a_step_does_not_grow_with_the_table():
             session.expect("train", range(steps))
             times = []
             for step in range(steps):
-                start = perf_counter()
+                start = thread_time()
                 session.run("train", step)
-                times.append(perf_counter() - start)
+                times.append(thread_time() - start)
             return median(times)
 
         return run(plan, 60, arrays, work)
