@@ -352,6 +352,9 @@ def _held(cell: Cell, wanted: Owner) -> str:
     by = f" (written by {_who(cell.writer)})" if cell.writer else ""
     if cell.owner[:2] == wanted[:2]:
         return f"that of step {cell.owner[2] + 1}{by}"
+    tensor, _, micro = cell.owner[1].partition("#")
+    if tensor == _shown(wanted[1]):
+        return f"that of micro-batch {int(micro) + 1}{by}"
     return f"{_shown(cell.owner[1])}{by}"
 
 
