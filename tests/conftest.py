@@ -6,7 +6,6 @@
 --route NAME says by which route its ranks reach one another (default: staged).
 """
 
-import jobs
 import pytest
 
 
@@ -94,8 +93,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed_of_case", range(metafunc.config.option.cases))
 
 
+def pytest_runtest_setup(item):
+    """What only the CPU promises is not asked of the fake device."""
+    if item.config.option.device == "fake" and item.get_closest_marker("host"):
+        pytest.skip("the fake device does not promise this")
+
+
 def pytest_configure(config):
     if config.option.device == "fake":
+        import jobs
+
         jobs.ROUTE = config.option.route
     config.pluginmanager.register(RankReport(config), "rank-report")
     config.pluginmanager.register(NoSkips(config.getoption("--no-skips")), "no-skips")

@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.host  # the fake device writes down every use
 @pytest.mark.parametrize(
     ("plan", "window", "limit"), CASES, ids=["classifier", "images", "micro_batches"]
 )
