@@ -208,4 +208,4 @@ def of_stages(plan, found):
 
 def predicted(stage):
     """Bytes of a stage's arena, and those that its rank that sends most sends in a step."""
-    return dict(stage.arenas)["host"], bytes_sent(stage, stage.program("train"))
+    return stage.arena(), bytes_sent(stage, stage.program("train"))

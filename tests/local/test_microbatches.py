@@ -126,7 +126,7 @@ def test_a_step_in_micro_batches_is_that_of_the_batch(model, mesh, batch, micro_
 def test_memory_and_traffic_are_predicted_exactly(model, mesh, batch, micro_batches, dtype):
     plan = plan_of(model, mesh, batch, micro_batches, dtype)
     _, peaks, sent = zip(*ran(model, mesh, batch, micro_batches, dtype), strict=True)
-    assert max(peaks) == dict(plan.arenas)["host"]
+    assert max(peaks) == plan.arena()
     most = {max(step) for step in zip(*sent, strict=True)}
     assert most == {bytes_sent(plan, plan.program("train"))}
 
@@ -146,7 +146,7 @@ def test_activations_are_those_of_one_micro_batch():
 
     def nbytes(micro_batches):
         made = job(wide, 2048, micro_batches)
-        return dict(compile_arrays("data=1", made, arrays(2048, 2)).arenas)["host"]
+        return compile_arrays("data=1", made, arrays(2048, 2)).arena()
 
     one, four, sixteen = nbytes(1), nbytes(4), nbytes(16)
     assert four < 0.4 * one

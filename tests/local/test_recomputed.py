@@ -160,7 +160,7 @@ def test_an_arena_is_as_small_as_the_plan_says_and_smaller_than_without():
             train(session, STEPS)
             return session.arena.peak
 
-        sizes.append(dict(plan.arenas)["host"])
+        sizes.append(plan.arena())
         seen.append(on_ranks(plan, work, {"train": reader})[0])
     assert sizes == seen
     assert sizes[0] > sizes[1] > sizes[2]

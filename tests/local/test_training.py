@@ -6,6 +6,7 @@ from jobs import (
     classifier_plan,
     compile_for,
     data,
+    device_of,
     evaluate,
     on_ranks,
     plant,
@@ -171,7 +172,7 @@ def test_memory_and_traffic_are_predicted_exactly(mesh, batch):
         session.run("evaluate")
 
     results = on_ranks(plan, work)
-    assert max(peak for peak, _ in results) == dict(plan.arenas)["host"]
+    assert max(peak for peak, _ in results) == plan.arena()
     most = [max(step) for step in zip(*(sent for _, sent in results), strict=True)]
     expected = [bytes_sent(plan, plan.program(p)) for p in ("train", "train", "evaluate")]
     assert most == expected
@@ -272,8 +273,10 @@ def test_the_ranks_of_the_plan_must_be_there():
 
 
 def test_a_program_without_its_reader_is_refused():
+    plan = classifier_plan("data=1")
+
     def work(transport):
-        return Session(classifier_plan("data=1"), transport).run("train")
+        return Session(plan, transport, device=device_of(plan, 0)).run("train")
 
     with pytest.raises(PlanError, match="program train reads data set 'train': no reader"):
         run_local(1, work)

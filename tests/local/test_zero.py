@@ -121,7 +121,7 @@ def test_level_two_scatters_in_the_loop_what_level_one_adds_up_whole():
         for plan in (one, two)
     ]
     assert [task.phase for task in scattered] == [2, 1]
-    assert dict(two.arenas)["host"] < dict(one.arenas)["host"]
+    assert two.arena() < one.arena()
 
 
 def test_a_weight_with_fewer_rows_than_ranks_is_split_by_columns_or_stays():
@@ -202,7 +202,7 @@ def test_a_run_stores_and_sends_what_is_predicted(level):
     case = ("data=3", level, "adamw", 1, "float32")
     plan = layers_plan(*case)
     _, _, stored, peaks, sent = trained(*case)
-    assert max(peaks) == dict(plan.arenas)["host"]
+    assert max(peaks) == plan.arena()
     assert max(sent) == STEPS * bytes_sent(plan, plan.program("train"))
     for variable in plan.variables:
         by_rank = [of_rank[variable.name] for of_rank in stored]
