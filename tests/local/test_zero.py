@@ -99,6 +99,7 @@ def test_what_a_rank_stores_falls_by_the_ranks():
     assert weights == [weights[0]] * 3 + [pytest.approx(weights[0] / 4, rel=0.02)]
 
 
+@pytest.mark.host
 def test_the_reduction_of_a_large_gradient_is_scattered_and_its_weight_gathered_in_place():
     plan = large_plan(1)
     tasks = plan.program("train").tasks
@@ -110,6 +111,7 @@ def test_the_reduction_of_a_large_gradient_is_scattered_and_its_weight_gathered_
     assert (GRADIENT,) in scattered
 
 
+@pytest.mark.host
 def test_level_two_scatters_in_the_loop_what_level_one_adds_up_whole():
     one, two = (large_plan(level, micro_batches=8) for level in (1, 2))
     scattered = [
@@ -249,6 +251,7 @@ def training_bytes(plan):
     return sum(v.nbytes for v in plan.variables) + packing.lower_bound
 
 
+@pytest.mark.host
 def test_memory_falls_by_level_as_rajbhandari_says():
     # 12 blocks and few tokens, so that weights and what is beside them fill the memory.
     # In weights W of 4 bytes: weight, gradient and two moments are 4 W; level 1 leaves a quarter
@@ -262,6 +265,7 @@ def test_memory_falls_by_level_as_rajbhandari_says():
     assert by_level[2] == pytest.approx(1, rel=0.1)
 
 
+@pytest.mark.host
 def test_a_weight_is_gathered_again_for_the_backward_pass_but_not_in_a_loop():
     gathered = [
         Counter(
