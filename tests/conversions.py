@@ -109,7 +109,7 @@ def execute(transport, groups, case):
     arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
     rank = plan.slice(transport.rank, program)
     binder = Binder(program, plan.tensors(program), rank, plan.mesh, {"": arena}, groups,
-                    lambda _: None, polled=transport.polled)  # fmt: skip
+                    {}, lambda _: None, polled=transport.polled)  # fmt: skip
     views, found = binder.views(0), {}
 
     class Conversions(InlineStream):
