@@ -27,8 +27,8 @@ from pipeline_jobs import BATCH, OPTIMIZERS, Case, branches, layers, plan_of, we
 from mpiflow.compiler.pipeline import SCHEDULES  # noqa: E402
 from mpiflow.errors import CompileError, UsageError  # noqa: E402
 from mpiflow.exec import mpi  # noqa: E402
-from mpiflow.exec.lanes import KernelLane, Lane, MessageLane  # noqa: E402
 from mpiflow.exec.failure import Failure  # noqa: E402
+from mpiflow.exec.lanes import KernelLane, Lane, MessageLane  # noqa: E402
 from mpiflow.exec.launch import connect  # noqa: E402
 from mpiflow.exec.session import Session  # noqa: E402
 from mpiflow.plan.store import dumps, loads  # noqa: E402
