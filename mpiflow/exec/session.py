@@ -97,6 +97,10 @@ class Session:
         }
         self.arena = self.arenas[""]
         self.engine = Engine(transport, self.device.advance)
+        # Within a host messages are copies that ranks make themselves: there is no time to hide, and
+        # a thread for kernels made steps of two stages on two cores 1.4 times as long.
+        hosts = set(transport.all_gather(transport.host.encode()))
+        self._beside = plan.overlap or len(hosts) > 1
         self._inline: Stream = InlineStream()
         self._streams: dict[str, Stream] = {}  # made when first needed
         self.reads = ReadStream(start_thread, self.engine.wake)
@@ -283,8 +287,8 @@ class Session:
         bound.fired += 1
 
     def _stream(self, bound: _Bound, name: str) -> Stream:
-        """Where kernels run, on the host: beside the messages of a program, or here without any."""
-        if self.plan.device == HOST and not bound.binder.communicates:
+        """Where kernels run; on the host beside a program's messages, if that is of any use."""
+        if self.plan.device == HOST and not (bound.binder.communicates and self._beside):
             return self._inline
         if name not in self._streams:
             self._streams[name] = self.device.stream(name, self.engine.wake)
