@@ -97,7 +97,7 @@ class Session:
         }
         self.arena = self.arenas[""]
         self.engine = Engine(transport, self.device.advance)
-        # Within a host messages are copies that ranks make themselves: there is no time to hide, and
+        # Within a host, messages are copies that ranks make themselves: no time can be hidden, and
         # a thread for kernels made steps of two stages on two cores 1.4 times as long.
         hosts = set(transport.all_gather(transport.host.encode()))
         self._beside = plan.overlap or len(hosts) > 1
