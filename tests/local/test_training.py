@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import reference
@@ -31,6 +33,21 @@ def ranks(*values):
 
 def size_of(mesh):
     return int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+
+
+@pytest.mark.host
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_kernels_have_a_thread_where_the_plan_says_that_messages_can_be_hidden(overlap):
+    plan = replace(classifier_plan("data=2"), overlap=overlap)
+
+    def work(session):
+        found = train(session, 3)
+        return found, "compute" in session._streams
+
+    (found, beside), _ = on_ranks(plan, work)
+    assert beside == overlap
+    assert [step["loss"] for step in found] == losses(classifier_plan("data=2"), 3)
 
 
 def losses(plan, steps=10):
