@@ -87,7 +87,36 @@ class Device(Protocol):
         """The most memory that this process has had so far."""
 
 
-class Cpu:
+class InHostMemory:
+    """What devices whose arrays are NumPy's have in common."""
+
+    def group(self, transport: Transport, group: Group, members: tuple[int, ...]) -> Group:
+        """That of the host."""
+        return group
+
+    def links(
+        self,
+        transport: Transport,
+        group: Group,
+        stages: Sequence[int],
+        links: Sequence[tuple[int, int]],
+    ) -> Group:
+        """That of the host."""
+        return group
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Without NumPy's warnings."""
+        return np.errstate(all="ignore")
+
+    def process_bytes(self) -> int:
+        """The high-water mark of resident memory."""
+        return resident_bytes()
+
+
+class Cpu(InHostMemory):
     """NumPy in the memory of the host."""
 
     kind: str = "host"
@@ -125,31 +154,6 @@ class Cpu:
     def advance(self) -> bool:
         """Threads advance by themselves."""
         return False
-
-    def group(self, transport: Transport, group: Group, members: tuple[int, ...]) -> Group:
-        """That of the host."""
-        return group
-
-    def links(
-        self,
-        transport: Transport,
-        group: Group,
-        stages: Sequence[int],
-        links: Sequence[tuple[int, int]],
-    ) -> Group:
-        """That of the host."""
-        return group
-
-    def close(self) -> None:
-        """There is nothing to give back."""
-
-    def quiet(self) -> AbstractContextManager[Any]:
-        """Without NumPy's warnings."""
-        return np.errstate(all="ignore")
-
-    def process_bytes(self) -> int:
-        """The high-water mark of resident memory."""
-        return resident_bytes()
 
 
 def host_bytes(nbytes: int) -> np.ndarray:

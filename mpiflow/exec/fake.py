@@ -13,18 +13,17 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpiflow.errors import TaskError
-from mpiflow.exec.device import host_bytes, host_dtype, resident_bytes
+from mpiflow.exec.device import InHostMemory, host_bytes, host_dtype
 from mpiflow.exec.hazards import POISON, Hazards
 from mpiflow.exec.segments import Call, Events, Segment
-from mpiflow.exec.transport import Group, Message, Transport
+from mpiflow.exec.transport import Message
 from mpiflow.plan.places import ACCELERATOR
 from mpiflow.plan.records import Task
 
@@ -136,7 +135,7 @@ class FakeStream:
         return self._message is not None
 
 
-class Fake:
+class Fake(InHostMemory):
     """A device of one rank; `seed` decides which of several streams goes on first."""
 
     kind: str = ACCELERATOR
@@ -181,31 +180,6 @@ class Fake:
         """Copy between steps."""
         np.copyto(array, values)
         self._hazards.filled(array)
-
-    def group(self, transport: Transport, group: Group, members: tuple[int, ...]) -> Group:
-        """That of the host."""
-        return group
-
-    def links(
-        self,
-        transport: Transport,
-        group: Group,
-        stages: Sequence[int],
-        links: Sequence[tuple[int, int]],
-    ) -> Group:
-        """That of the host."""
-        return group
-
-    def close(self) -> None:
-        """There is nothing to give back."""
-
-    def quiet(self) -> AbstractContextManager[Any]:
-        """Without NumPy's warnings."""
-        return np.errstate(all="ignore")
-
-    def process_bytes(self) -> int:
-        """The high-water mark of resident memory."""
-        return resident_bytes()
 
     def advance(self) -> bool:
         """Do one thing that the host waits for, at random if there are several.
