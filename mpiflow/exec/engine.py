@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from threading import Lock
 
 from mpiflow.exec.lanes import DeviceLane, KernelLane, Lane
 from mpiflow.exec.position import Position
@@ -24,20 +24,43 @@ _CHECK_SECONDS = 0.05
 """How often `check` is called where nothing happens."""
 
 
+class Bell:
+    """What ends a sleep. Rings count once, and last until the next wait.
+
+    A lock, which is held for as long as the bell has not rung. A queue will not do: the timeout of
+    `SimpleQueue.get` (Python 3.11), interrupted by a signal when it is just over, never ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """End the wait that is under way, or the next one. Any thread may call."""
+        try:
+            self._lock.release()
+        except RuntimeError:  # it is not held: the bell has rung before
+            return
+
+    def wait(self, seconds: float) -> None:
+        """Until it rings, or for so long."""
+        self._lock.acquire(timeout=seconds)
+
+
 class Engine:
     """Runs steps on the thread that made it; other threads may call `wake` and `position`."""
 
     def __init__(self, transport: Transport, advance: Callable[[], bool] | None = None) -> None:
         """`advance` is called when nothing can move, and says whether it has changed that."""
         self._transport, self._advance = transport, advance
-        self._inbox: SimpleQueue[None] = SimpleQueue()
+        self._bell = Bell()
         self._lanes: Sequence[Lane] = ()
         self._program, self._step, self._runs = "", 0, 0
         transport.wake = self.wake
 
     def wake(self) -> None:
         """Something is done that the engine may be waiting for."""
-        self._inbox.put(None)
+        self._bell.ring()
 
     def run(self, lanes: Sequence[Lane], program: str, step: int) -> None:
         """Bring all lanes to their ends. Raises Failed, or what a transport raises."""
@@ -45,7 +68,7 @@ class Engine:
             lane.begin()
         self._runs += 1
         self._program, self._step, self._lanes = program, step, lanes
-        sleep = Sleep(self._inbox)
+        sleep = Sleep(self._bell)
         last = None
         while True:
             moved = False
@@ -92,8 +115,8 @@ class Sleep:
     it spins for 50 us, then yields the core up to 1 ms, and only then sleeps.
     """
 
-    def __init__(self, inbox: SimpleQueue[None]) -> None:
-        self._inbox = inbox
+    def __init__(self, bell: Bell) -> None:
+        self._bell = bell
         self.reset()
 
     def reset(self) -> None:
@@ -105,9 +128,9 @@ class Sleep:
         """Until woken, or for a while."""
         in_flight = [lane for lane in lanes if lane.started > lane.done]
         if not any(lane.polled for lane in in_flight):
-            self._until_woken(_CHECK_SECONDS)
+            self._bell.wait(_CHECK_SECONDS)
         elif any(isinstance(lane, DeviceLane) for lane in in_flight) or not self._is_short():
-            self._until_woken(self._sleep)
+            self._bell.wait(self._sleep)
             self._sleep = min(2 * self._sleep, _LONGEST_SLEEP_SECONDS)
 
     def _is_short(self) -> bool:
@@ -117,11 +140,3 @@ class Sleep:
         if now - self._began > _SPIN_SECONDS:
             os.sched_yield()
         return now - self._began < _YIELD_SECONDS
-
-    def _until_woken(self, seconds: float) -> None:
-        try:
-            self._inbox.get(timeout=seconds)
-            while True:  # one look is enough for all that has happened
-                self._inbox.get_nowait()
-        except Empty:
-            return

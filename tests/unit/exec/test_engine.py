@@ -1,12 +1,13 @@
 """Streams of a step run side by side, and wait for each other only where the plan says so."""
 
+import signal
 import threading
 import time
 
 import pytest
 
 from mpiflow.exec.device import Cpu
-from mpiflow.exec.engine import Engine
+from mpiflow.exec.engine import Bell, Engine
 from mpiflow.exec.lanes import Failed, KernelLane, MessageLane
 from mpiflow.exec.local import LocalWorld
 from mpiflow.exec.segments import InlineStream, Segment
@@ -140,3 +141,30 @@ def test_waiting_for_a_kernel_costs_next_to_no_time_of_the_processor(engine, str
     before = time.thread_time()
     run(engine, stream, lanes)
     assert time.thread_time() - before < 0.02
+
+
+def test_a_sleep_ends_in_time_though_signals_interrupt_it():
+    """Some come just as it is over, when what is left of the time to sleep is less than nothing."""
+    bell, end = Bell(), time.monotonic() + 5.0
+
+    def interrupt(number, frame):
+        assert time.monotonic() < end, "it sleeps on"
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 3e-4, 1.3e-4)
+    try:
+        for _ in range(500):
+            bell.wait(1e-4)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_bell_that_rang_while_nobody_waited_ends_one_wait():
+    bell = Bell()
+    bell.ring()
+    bell.ring()
+    bell.wait(60.0)
+    began = time.monotonic()
+    bell.wait(0.01)
+    assert time.monotonic() - began >= 0.009
