@@ -277,7 +277,7 @@ class StandIn:
         host(target)[...] = host(source)
 
     def multiply(self, product, out, left, right):
-        """As cuBLAS would: from addresses, leading dims and steps alone."""
+        """As cuBLAS would: from addresses, leading dims and steps alone, 16-bit sums in float32."""
         sizes = f"{product.m}x{product.k}x{product.n}"
         self._note("product", sizes, *[product.count][: product.count > 1], self._on)
         assert self._current or not self._streams, "on no stream"
@@ -293,6 +293,8 @@ class StandIn:
                     ((m, k), (k, n), (m, n)), strict=True,
                 )
             )  # fmt: skip
+            if c.itemsize == 2:
+                a, b = a.astype(np.float32), b.astype(np.float32)
             c[...] = np.matmul(a, b)
 
     def strict(self):

@@ -20,6 +20,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.order import in_order
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B
+from mpiflow.ops.wide import needs_no_copies
 from mpiflow.plan.places import D2H, FEED, H2D, PINNED, STAGED
 from mpiflow.plan.records import (
     READ,
@@ -121,6 +122,8 @@ class _Copying:
             self._to_device(task, [n for n in task.outputs if n in self.on_device], H2D)
         elif task.kind in _BETWEEN_RANKS:
             self.tasks.append(replace(task, route=self.route))
+        elif task.workspace[1] and needs_no_copies(task.op, self.registers[task.outputs[0]].dtype):
+            self.tasks.append(replace(task, workspace=(0, 0)))
         else:
             self.tasks.append(task)
 

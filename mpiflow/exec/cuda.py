@@ -183,7 +183,10 @@ class CupyDriver:
         self._runtime.deviceSynchronize()
 
     def multiply(self, product: Product, out: Any, left: Any, right: Any) -> None:
-        """The product by cuBLAS, on the current stream; it takes matrices in column order."""
+        """The product by cuBLAS, on the current stream; it takes matrices in column order.
+
+        16-bit floats go to tensor cores and are summed in float32; float32 is never cut to TF32.
+        """
         if product.exchanged:
             left, right = right, left
         kind = _GEMM_TYPES[out.dtype.name]
@@ -191,16 +194,22 @@ class CupyDriver:
         compute = _COMPUTE_FLOAT64 if wide == "float64" else _COMPUTE_FLOAT32
         one, zero = self._one[wide].ctypes.data, self._zero[wide].ctypes.data
         a, b, c = product.left, product.right, product.out
+        turned = [_TRANSPOSED if operand.turned else _PLAIN for operand in (b, a)]
         size = out.itemsize
         for starts in product.starts:
             first, second, target = (
                 array.data.ptr + start * size
                 for array, start in zip((left, right, out), starts, strict=True)
             )
+            if product.count == 1:
+                self._cublas.gemmEx(
+                    self._handle, turned[0], turned[1], product.n, product.m, product.k,
+                    one, second, kind, b.leading, first, kind, a.leading,
+                    zero, target, kind, c.leading, compute, _DEFAULT_ALGORITHM,
+                )  # fmt: skip
+                continue
             self._cublas.gemmStridedBatchedEx(
-                self._handle,
-                _TRANSPOSED if b.turned else _PLAIN, _TRANSPOSED if a.turned else _PLAIN,
-                product.n, product.m, product.k,
+                self._handle, turned[0], turned[1], product.n, product.m, product.k,
                 one, second, kind, b.leading, b.step, first, kind, a.leading, a.step,
                 zero, target, kind, c.leading, c.step,
                 product.count, compute, _DEFAULT_ALGORITHM,

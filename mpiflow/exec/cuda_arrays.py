@@ -49,6 +49,9 @@ _SUMS = {"ng,ngc->gc": 0, "ngc,gc->ng": 2, "...i,...i->...": -1}
 class Arrays:
     """NumPy's functions, as mpiflow's kernels call them, on the GPU of a driver."""
 
+    wide_sums = True
+    """Products of 16-bit floats are summed in float32; see `ops.wide`."""
+
     def __init__(self, driver: Driver) -> None:
         cupy = driver.arrays
         for name in FORWARDED:

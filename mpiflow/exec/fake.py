@@ -28,6 +28,23 @@ from mpiflow.plan.places import ACCELERATOR
 from mpiflow.plan.records import Task
 
 
+class _Numpy:
+    """NumPy, with products of 16-bit floats as accelerators have them: sums in float32."""
+
+    wide_sums = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def matmul(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+        """As NumPy's, into an array; what is narrower than float32 is rounded once, at the end."""
+        if out.dtype.itemsize > 2:
+            np.matmul(left, right, out=out)
+            return
+        product = np.matmul(left.astype(np.float32), right.astype(np.float32))
+        np.copyto(out, product, casting="unsafe")
+
+
 class DeviceMessage:
     """What NCCL would do, by the transport of the host: begun when its stream comes to it."""
 
@@ -139,7 +156,7 @@ class Fake(InHostMemory):
     """A device of one rank; `seed` decides which of several streams goes on first."""
 
     kind: str = ACCELERATOR
-    xp: Any = np
+    xp: Any = _Numpy()
 
     def __init__(self, seed: int | str = 0) -> None:
         self._hazards = Hazards()

@@ -17,6 +17,7 @@ class Product(Wide):
     """Base of products: floating-point, linear in each operand."""
 
     linear = ((0,), (1,))
+    one_product = True
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         require_float(self, dtypes)

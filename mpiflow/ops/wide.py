@@ -1,7 +1,8 @@
 """Ops that compute 16-bit floats in float32.
 
 NumPy's own 16-bit products are slow, and round after every addition. So on the CPU such a kernel
-copies its inputs to float32, computes, and rounds the result once, which is what a GPU does too.
+copies its inputs to float32, computes, and rounds the result once. A GPU does the same within a
+product, on the arrays as they are: an array module that does says so by `wide_sums`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mpiflow.graph.op import Op, ShardView
+from mpiflow.graph.op import REGISTRY, Op, ShardView
 from mpiflow.graph.rule import Shape
 from mpiflow.graph.tensor import is_narrow
 from mpiflow.ops.work import carve, carved
@@ -21,6 +22,8 @@ class Wide(Op):
 
     precision = "low"
     unit = "matrix"
+    one_product = False
+    """Whether `compute` is a single matmul, and may take 16-bit arrays where `wide_sums` is set."""
 
     def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         """The workspace of `compute`, in bytes."""
@@ -37,7 +40,7 @@ class Wide(Op):
         return copies + self.scratch(inputs, outputs, "float32")
 
     def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
-        if out.dtype.itemsize > 2:
+        if out.dtype.itemsize > 2 or (self.one_product and getattr(shard.xp, "wide_sums", False)):
             return self.compute(shard, out, *arrays)
         pieces = [(array.shape, "float32") for array in (*arrays, out)]
         *wide, result = carve(shard.work, *pieces)
@@ -47,6 +50,11 @@ class Wide(Op):
 
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         self.bind(shard, out, *arrays)()
+
+
+def needs_no_copies(op: str, dtype: str) -> bool:
+    """Whether accelerators do without the workspace of this op, which is for copies in float32."""
+    return is_narrow(dtype) and getattr(REGISTRY[op], "one_product", False)
 
 
 class _Rest:

@@ -194,6 +194,17 @@ def test_a_planted_fault_is_refused(staged, plant, says):
         verify(with_program(staged, program, plant(program)))
 
 
+def test_products_of_16_bits_need_no_copies_on_accelerators():
+    job = replace(classifier(40), precision="float16")
+
+    def workspaces(**more):
+        tasks = compile_for("data=2", job, **more).program("train").tasks
+        return {t.workspace[1] for t in tasks if t.op in ("Linear", "RowProduct")}
+
+    assert workspaces(route=NCCL) == {0}
+    assert min(workspaces()) > 0
+
+
 def test_nccl_and_mpi_between_the_same_devices_are_refused(nccl):
     program = nccl.program("evaluate")
     mixed = replace(

@@ -10,6 +10,9 @@ from gpu_stand_in import StandIn, device, host
 import mpiflow.ops
 from mpiflow.errors import PlanError
 from mpiflow.exec.cuda_arrays import Arrays
+from mpiflow.ops.matmul import Linear, MatMul, RowProduct
+from mpiflow.testing.devices import run_with
+from mpiflow.testing.kernels import whole
 
 OPS = Path(mpiflow.ops.__file__).parent
 xp = Arrays(StandIn())
@@ -127,6 +130,27 @@ def test_products_are_numpys_however_the_arrays_lie(shapes, left, right, result)
     out = result(out) if out.ndim > 1 else out
     xp.matmul(a, b, out)
     np.testing.assert_allclose(out, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("op", [MatMul(transpose_b=True), Linear(), RowProduct()], ids=str)
+def test_products_of_16_bits_go_to_cublas_as_they_are_and_are_summed_in_float32(op, dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    shapes = {"MatMul": ((7, 300), (5, 300)), "Linear": ((2, 3, 300), (300, 5))}
+    a, b = (
+        draw.standard_normal(shape).astype(dtype)
+        for shape in shapes.get(op.name, ((300, 5), (300, 3)))
+    )
+    driver = StandIn()
+    copies = []
+    given = Arrays(driver)
+    given.copyto = lambda *args, **more: copies.append(args)
+    (found,) = run_with(op, (a, b), given, device, host)
+    (expected,) = whole(op, (a, b))
+    np.testing.assert_array_equal(found, expected)
+    assert [call.split()[0] for call in driver.calls] == ["product"]
+    assert copies == []
 
 
 def test_heads_side_by_side_are_multiplied_without_a_copy():

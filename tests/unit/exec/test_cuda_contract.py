@@ -119,7 +119,14 @@ def test_cublas_takes_the_products_that_it_is_given():
         "Btype", "ldb", "strideB", "beta", "C", "Ctype", "ldc", "strideC", "batchCount",
         "computeType", "algo",
     ]  # fmt: skip
-    assert calls_of("self._cublas") == {"gemmStridedBatchedEx": len(arguments)}
+    single = signatures("cublas")["gemmEx"]
+    assert [a.split()[-1] for a in single] == [
+        a.split()[-1] for a in arguments if not a.split()[-1].startswith(("stride", "batch"))
+    ]
+    assert calls_of("self._cublas") == {
+        "gemmStridedBatchedEx": len(arguments),
+        "gemmEx": len(single),
+    }
 
 
 def test_nccl_has_the_functions_that_are_called():
