@@ -192,6 +192,17 @@ _ROUTE = _argument(
     help="between devices: nccl, mpi (of devices' memory), staged (through the host); default: as"
     " the machine says, else staged",
 )  # fmt: skip
+_OPENED = (
+    _argument("--device-seed", type=int, default=0, metavar="N",
+              help="with --device fake: which of the orders that a device may choose its streams"
+              " go on in"),
+    _argument("--share-gpus", action="store_true",
+              help="with --device cuda: let several ranks of a host use one GPU"),
+    _argument("--strict", action="store_true",
+              help="with --device cuda: stop at a kernel that allocates, or waits for the GPU, in a"
+              " step that has run before"),
+)  # fmt: skip
+"""How the device is opened: options of what runs plans."""
 _FORM = (
     _RANKS, _MESH, _MICRO, _SCHEDULE, _VIRTUAL, _ZERO, _MEMORY, _RECOMPUTE, _CLUSTER, _DEVICE,
     _ROUTE,
@@ -255,14 +266,7 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                     _argument("--check-finite", action="store_true",
                               help="look at what each task makes, and name the first nan or"
                               " infinity (slow)"),
-                    _argument("--device-seed", type=int, default=0, metavar="N",
-                              help="with --device fake: which of the orders that a device may"
-                              " choose its streams go on in"),
-                    _argument("--share-gpus", action="store_true",
-                              help="with --device cuda: let several ranks of a host use one GPU"),
-                    _argument("--strict", action="store_true",
-                              help="with --device cuda: stop at a kernel that allocates, or waits"
-                              " for the GPU, in a step that has run before"),
+                    *_OPENED,
                     _argument("--accept-changes", action="store_true",
                               help="go on from a checkpoint of a changed program"),
                     _argument("--trace", nargs="?", const="", metavar="FIRST:LAST",
@@ -283,7 +287,8 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                   help="what to predict for (default: what evaluates)"),
         _argument("--outputs", default="", metavar="NAME,...",
                   help="default: all that have a value for each row"),
-        _NAMES, _argument("--overwrite", action="store_true", help="replace FILE.h5"))),
+        _NAMES, _argument("--overwrite", action="store_true", help="replace FILE.h5"),
+        _DEVICE, _ROUTE, *_OPENED)),
     (calibrate_commands.calibrate, (
         _argument("-o", "--output", required=True, metavar="FILE.toml"),
         _argument("--quick", action="store_true", help="fewer sizes and ops, in less time"),

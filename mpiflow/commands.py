@@ -20,6 +20,8 @@ from mpiflow.version import __version__
 
 if TYPE_CHECKING:
     from mpiflow.compiler.signature import Placed
+    from mpiflow.exec.device import Device
+    from mpiflow.exec.transport import Transport
     from mpiflow.plan.records import Plan
 
 # -- plans ----------------------------------------------------------------------------------------
@@ -265,7 +267,6 @@ def run(options: Namespace) -> int:
 
     transport = connect()
     with guard(transport) as failure:
-        from mpiflow.exec.device import Wanted, open_device
         from mpiflow.plan import store
         from mpiflow.train import Options
         from mpiflow.train import run as train
@@ -274,14 +275,7 @@ def run(options: Namespace) -> int:
         text = transport.on_root(lambda: _plan_text(options, transport.size))
         made = store.loads(text.encode(), version=__version__)
         _load_user_ops(made, options)
-        wanted = Wanted(
-            made.device,
-            frozenset(task.route for program in made.programs for task in program.tasks),
-            f"{options.device_seed}/{transport.rank}",
-            options.share_gpus,
-            options.strict,
-        )
-        device = open_device(_device_of(made, options.device), wanted, transport)
+        device = open_for(made, options, transport)
         out = Path(options.out) if options.out else Path("run") / made.job
         code = train(
             made,
@@ -300,6 +294,20 @@ def run(options: Namespace) -> int:
             device,
         )
     return code
+
+
+def open_for(made: Plan, options: Namespace, transport: Transport) -> Device:
+    """Collective. The device that options of the command line ask for, for a plan."""
+    from mpiflow.exec.device import Wanted, open_device
+
+    wanted = Wanted(
+        made.device,
+        frozenset(task.route for program in made.programs for task in program.tasks),
+        f"{options.device_seed}/{transport.rank}",
+        options.share_gpus,
+        options.strict,
+    )
+    return open_device(_device_of(made, options.device), wanted, transport)
 
 
 def _device_of(made: Plan, device: str | None) -> str:

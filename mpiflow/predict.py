@@ -14,7 +14,9 @@ from typing import Any
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.predict import PREDICT, Wanted, compile_predict
+from mpiflow.compiler.routes import choose_route, device_kind
 from mpiflow.errors import DataError, UsageError
+from mpiflow.exec.device import Device
 from mpiflow.exec.failure import Failure
 from mpiflow.exec.launch import check_ranks
 from mpiflow.exec.session import Session
@@ -54,14 +56,26 @@ class Request:
     names: str = ""
 
 
-def prediction_plan(job: Job, folder: Path, mesh: Mesh, request: Request) -> Plan:
-    """The plan of the predictions of a job from `folder`, proven."""
+def prediction_plan(
+    job: Job,
+    folder: Path,
+    mesh: Mesh,
+    request: Request,
+    *,
+    device: str = "cpu",
+    route: str | None = None,
+) -> Plan:
+    """The plan of the predictions of a job from `folder`, proven.
+
+    `device` and `route` are those of `planning.make_plan`.
+    """
+    machine = find_machine("cpu")
     chosen = _dataset(job, request.dataset)
     data = inspect_data(PREDICT, chosen, request.data, drop=False)
     plan = compile_predict(
         job,
         Wanted(data, request.outputs, _fields(job, request.data)),
-        Target(mesh, find_machine("cpu")),
+        Target(mesh, machine, device_kind(device), choose_route(device, route, machine)),
         folder=folder,
         cache_bytes=cache_bytes,
     )
@@ -126,7 +140,11 @@ class Options:
 
 
 def run(
-    plan: Plan, transport: Transport, failure: Failure, options: Options
+    plan: Plan,
+    transport: Transport,
+    failure: Failure,
+    options: Options,
+    device: Device | None = None,
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Collective. Predict, and give the file its name once all of it is there.
 
@@ -138,7 +156,9 @@ def run(
     datasets = [replace(rows, offset=at) for rows, at in zip(datasets, offsets, strict=True)]
     data = plan.data[0]
     reader = open_reader(data, options.data, rows=_span(plan, transport.rank), tail=True)
-    session = Session(plan, transport, {data.name: reader}, start_thread=failure.start_thread)
+    session = Session(
+        plan, transport, {data.name: reader}, start_thread=failure.start_thread, device=device
+    )
     with session.filling() as arrays:
         load_first(plan.first, Path(), session.boxes(), arrays)
     out = RowsFile(options.out, datasets, f"{transport.name}: ")

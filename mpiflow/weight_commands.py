@@ -31,6 +31,7 @@ def predict(options: Namespace) -> None:
 
     transport = connect()
     with guard(transport) as failure:
+        from mpiflow.commands import open_for
         from mpiflow.jobfile import load_ops
         from mpiflow.plan import store
         from mpiflow.plan.verify_ops import check_user_ops
@@ -43,8 +44,9 @@ def predict(options: Namespace) -> None:
         if made.ops and transport.rank:
             load_ops([options.job.partition(":")[0]])
         check_user_ops(made)
+        device = open_for(made, options, transport)
         data = Path(options.data)
-        written = predict(made, transport, failure, Options(data, out, options.overwrite))
+        written = predict(made, transport, failure, Options(data, out, options.overwrite), device)
     if transport.rank == 0:
         for note in made.notes:
             print(note)
@@ -64,7 +66,10 @@ def _prediction_text(options: Namespace, ranks: int) -> str:
     request = Request(
         options.checkpoint, Path(options.data), options.dataset, outputs, options.names
     )
-    plan = prediction_plan(job, folder, choose_mesh(ranks, options.mesh), request)
+    mesh = choose_mesh(ranks, options.mesh)
+    plan = prediction_plan(
+        job, folder, mesh, request, device=options.device or "cpu", route=options.route
+    )
     return store.dumps(plan).decode()
 
 

@@ -71,6 +71,13 @@ def digits(batch=128):
     return digits.job(batch=batch)
 
 
+def target(mesh, machine=None, route="", **more):
+    """What a plan is made for: ranks on CPUs, or by this route or that of --device fake."""
+    route = route or ROUTE
+    kind = ACCELERATOR if route else HOST
+    return Target(parse_mesh(mesh), machine or find_machine("cpu"), kind, route, **more)
+
+
 def compile_for(
     mesh,
     job,
@@ -86,14 +93,11 @@ def compile_for(
     **more,
 ):
     """The plan of a job whose two data sets have these rows."""
-    batch, route = job.train.batch, route or ROUTE
+    batch = job.train.batch
     data = {"train": data_set("train", rows, batch, features)}
     data |= {name: data_set(name, test_rows, batch, features) for name in job.evaluations}
-    target = Target(
-        parse_mesh(mesh), machine or find_machine("cpu"), ACCELERATOR if route else HOST, route,
-        zero=zero, memory=memory, pipeline=pipeline,
-    )  # fmt: skip
-    return compile_job(job, data, target, **more)
+    wanted = target(mesh, machine, route, zero=zero, memory=memory, pipeline=pipeline)
+    return compile_job(job, data, wanted, **more)
 
 
 def compile_arrays(mesh, job, arrays, zero=0, pipeline=ONE_FORWARD_ONE_BACKWARD, route=""):
@@ -101,12 +105,8 @@ def compile_arrays(mesh, job, arrays, zero=0, pipeline=ONE_FORWARD_ONE_BACKWARD,
     fields = tuple(Field(name, a.shape[1:], a.dtype.name) for name, a in arrays.items())
     rows = len(next(iter(arrays.values())))
     train = DataSet("train", "rows-*.h5", fields, (), rows, job.train.batch, False, 0, 4, 4, "")
-    route = route or ROUTE
-    kind = ACCELERATOR if route else HOST
-    target = Target(
-        parse_mesh(mesh), find_machine("cpu"), kind, route, zero=zero, pipeline=pipeline
-    )
-    return compile_job(replace(job, evaluate=None), {"train": train}, target)
+    wanted = target(mesh, route=route, zero=zero, pipeline=pipeline)
+    return compile_job(replace(job, evaluate=None), {"train": train}, wanted)
 
 
 @cache
@@ -187,6 +187,7 @@ def look(session, program, op, function):
 
 def device_of(plan, rank, seed=0):
     """What runs the plan on a rank: None for one of the host, else a fake device."""
+    assert not ROUTE or plan.device == ACCELERATOR, "--device fake: compile it for `jobs.target`"
     return Fake(f"{seed}/{rank}") if plan.device == ACCELERATOR else None
 
 

@@ -7,14 +7,12 @@ from functools import cache
 from math import prod
 
 import numpy as np
-from jobs import CLASSES, MemoryReader, data_set, evaluate, on_ranks
+from jobs import CLASSES, MemoryReader, data_set, evaluate, on_ranks, target
 from micro_jobs import WORDS, arrays, job
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
-from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.pipeline import SCHEDULES, Pipeline
 from mpiflow.errors import CompileError, UsageError
 from mpiflow.graph.mesh import parse_mesh
@@ -162,12 +160,9 @@ def plan_of(case):
         for name, count in (("train", rows), ("evaluate", TEST_ROWS))
     }
     pipeline = Pipeline(case.schedule, case.virtual)
-    target = Target(
-        parse_mesh(case.mesh), find_machine("cpu"), zero=case.zero, pipeline=pipeline,
-        recompute=case.recompute,
-    )  # fmt: skip
+    wanted = target(case.mesh, zero=case.zero, pipeline=pipeline, recompute=case.recompute)
     with forced(case.forced):
-        return compile_job(made, data, target)
+        return compile_job(made, data, wanted)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
 """A small regression in float64 on rows of tables, for tests of updates by rows."""
 
 import numpy as np
-from jobs import MemoryReader, on_ranks, train
+from jobs import MemoryReader, on_ranks, target, train
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
-from mpiflow.compiler.machine import find_machine
-from mpiflow.graph.mesh import parse_mesh
 from mpiflow.plan.records import DataSet, Field
 
 BATCH, STEPS, WORDS, USERS, WIDTH = 6, 8, 41, 23, 4
@@ -54,8 +51,7 @@ def plan_of(optimizer, mesh="data=1", *, arrays=None, **job):
     arrays = arrays or rows()
     fields = tuple(Field(n, a.shape[1:], a.dtype.name) for n, a in arrays.items())
     data = DataSet("train", "rows-*.h5", fields, (), len(arrays["y"]), BATCH, False, 0, 4, 4, "")
-    target = Target(parse_mesh(mesh), find_machine("cpu"))
-    return compile_job(regression(optimizer, **job), {"train": data}, target)
+    return compile_job(regression(optimizer, **job), {"train": data}, target(mesh))
 
 
 def run(plan, steps=STEPS, arrays=None, work=train):

@@ -13,12 +13,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from forced_layouts import forced
-from jobs import EXAMPLES, MemoryReader, data, evaluate, on_ranks, train
+from jobs import EXAMPLES, MemoryReader, data, evaluate, on_ranks, target, train
 
 import mpiflow as mf
-from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
-from mpiflow.compiler.machine import find_machine
 from mpiflow.graph.mesh import parse_mesh
 from mpiflow.graph.sbp import S
 from mpiflow.jobfile import load_job
@@ -111,9 +109,8 @@ def plan_of(case, mesh, seed=None, zero=0, micro_batches=1):
         name: DataSet(name, "rows-*.h5", fields, (), count, batch, False, 0, 4, 4, "")
         for name, count in (("train", ROWS), ("evaluate", batch + 1))
     }
-    target = Target(parse_mesh(mesh), find_machine("cpu"), zero=zero)
     with forced(seed):
-        return compile_job(job, records, target)
+        return compile_job(job, records, target(mesh, zero=zero))
 
 
 @cache

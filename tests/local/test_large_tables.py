@@ -6,12 +6,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from jobs import EXAMPLES, MemoryReader, compile_arrays, on_ranks, train
+from jobs import EXAMPLES, MemoryReader, compile_arrays, on_ranks, target, train
 
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.compiler import signature
-from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.graph.mesh import parse_mesh
@@ -37,8 +36,8 @@ def planned(job, mesh, machine="cpu"):
     fields = tuple(Field(n, shape, dtype) for n, (shape, dtype) in job.train.fields.items())
     batch, rows = job.train.batch, job.train.rows or 100 * job.train.batch
     data = DataSet("train", "x", fields, (), rows, batch, False, 0, 1, 1, "")
-    target = Target(parse_mesh(mesh), find_machine(machine))
-    return compile_job(replace(job, evaluate=None), {"train": data}, target)
+    wanted = target(mesh, find_machine(machine))
+    return compile_job(replace(job, evaluate=None), {"train": data}, wanted)
 
 
 def example(name, *settings):

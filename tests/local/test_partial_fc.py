@@ -5,15 +5,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from jobs import MemoryReader, on_ranks, train
+from jobs import MemoryReader, on_ranks, target, train
 from op_harness import whole
 
 import mpiflow as mf
-from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
-from mpiflow.compiler.machine import find_machine
 from mpiflow.graph.graph import current
-from mpiflow.graph.mesh import parse_mesh
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import S
 from mpiflow.models.faces import Faces
@@ -49,7 +46,7 @@ def plan_of(
     job = mf.Job("faces", model, train=mf.Dataset("x", batch=BATCH), optimizer=optimizer, **job)
     fields = (Field("x", (width,), "float64"), Field("label", (), "int32"))
     data = DataSet("train", "x", fields, (), BATCH * STEPS, BATCH, False, 0, 1, 1, "")
-    return compile_job(job, {"train": data}, Target(parse_mesh(mesh), find_machine("cpu")))
+    return compile_job(job, {"train": data}, target(mesh))
 
 
 def run(plan, work):

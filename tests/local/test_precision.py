@@ -6,7 +6,7 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
-from jobs import MemoryReader, classifier, compile_for, on_ranks, train
+from jobs import MemoryReader, classifier, compile_for, on_ranks, target, train
 
 import mpiflow as mf
 from mpiflow import nn
@@ -107,10 +107,7 @@ def test_an_infinity_skips_exactly_one_step_on_all_ranks_and_halves_the_scale():
 
 @pytest.mark.ranks(2)
 def test_a_float_input_that_overflows_is_one_skipped_step():
-    from mpiflow.compiler.arrange import Target
     from mpiflow.compiler.driver import compile_job
-    from mpiflow.compiler.machine import find_machine
-    from mpiflow.graph.mesh import parse_mesh
     from mpiflow.plan.records import DataSet, Field
 
     def model(batch):
@@ -119,7 +116,7 @@ def test_a_float_input_that_overflows_is_one_skipped_step():
     job = mf.Job("f", model, train=mf.Dataset("x", batch=8), optimizer=mf.Adam(lr=0.01),
                  precision="float16")  # fmt: skip
     record = DataSet("train", "x", (Field("x", (4,), "float32"),), (), 64, 8, False, 0, 1, 1, "")
-    plan = compile_job(job, {"train": record}, Target(parse_mesh("data=2"), find_machine("cpu")))
+    plan = compile_job(job, {"train": record}, target("data=2"))
     x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
     x[8 * 3 + 7, 1] = np.inf  # in the rows of the second rank only
     results = on_ranks(plan, lambda s: train(s, 6), {"train": MemoryReader({"x": x}, 8)})

@@ -74,14 +74,23 @@ def folder(tmp_path):
 
 def planned(folder, mesh="data=1", job=None, weights="w.safetensors", **more):
     request = Request(str(folder / weights), folder, **more)
-    return prediction_plan(job or globals()["job"](), folder, parse_mesh(mesh), request)
+    on = {"device": "fake", "route": jobs.ROUTE} if jobs.ROUTE else {}
+    return prediction_plan(job or globals()["job"](), folder, parse_mesh(mesh), request, **on)
+
+
+def run_ranks(plan, options, seed=0):
+    def rank(transport):
+        device = jobs.device_of(plan, transport.rank, seed)
+        return run(plan, transport, Failure(transport), options, device)
+
+    run_local(plan.mesh.size, rank)
 
 
 def predicted(plan, folder, **more):
     """The arrays of the file that the ranks of a plan write."""
     out = folder / "out.h5"
     options = Options(folder, out, **more)
-    run_local(plan.mesh.size, lambda t: run(plan, t, Failure(t), options))
+    run_ranks(plan, options)
     with h5py.File(out) as file:
         return {name: dataset[:] for name, dataset in file.items()}
 
@@ -310,5 +319,5 @@ def test_a_plan_that_writes_something_else_is_refused(folder):
 def test_the_folder_of_the_output_is_made(folder):
     options = Options(folder, folder / "deep" / "out.h5")
     plan = planned(folder)
-    run_local(1, lambda t: run(plan, t, Failure(t), options))
+    run_ranks(plan, options)
     assert [p.name for p in Path(folder / "deep").iterdir()] == ["out.h5"]

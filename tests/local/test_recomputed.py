@@ -4,18 +4,15 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from jobs import EXAMPLES, MemoryReader, on_ranks, train
+from jobs import EXAMPLES, MemoryReader, on_ranks, target, train
 from micro_jobs import arrays as rows_of
 from micro_jobs import job as job_of
 from test_example_models import CASES
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
-from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.pipeline import Pipeline
-from mpiflow.graph.mesh import parse_mesh
 from mpiflow.jobfile import load_job
 from mpiflow.plan.records import DataSet, Field
 
@@ -26,11 +23,8 @@ def compiled(job, arrays, mesh, level, schedule="1f1b", virtual=1, **more):
     fields = tuple(Field(name, a.shape[1:], a.dtype.name) for name, a in arrays.items())
     rows = len(next(iter(arrays.values())))
     data = DataSet("train", "rows-*.h5", fields, (), rows, job.train.batch, False, 0, 4, 4, "")
-    target = Target(
-        parse_mesh(mesh), find_machine("cpu"), recompute=level,
-        pipeline=Pipeline(schedule, virtual), **more,
-    )  # fmt: skip
-    return compile_job(replace(job, evaluate=None), {"train": data}, target)
+    wanted = target(mesh, recompute=level, pipeline=Pipeline(schedule, virtual), **more)
+    return compile_job(replace(job, evaluate=None), {"train": data}, wanted)
 
 
 @cache

@@ -4,14 +4,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from jobs import MemoryReader, on_ranks, train
+from jobs import MemoryReader, on_ranks, target, train
 
 import mpiflow as mf
 from mpiflow import nn
-from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
-from mpiflow.compiler.machine import find_machine
-from mpiflow.graph.mesh import parse_mesh
 from mpiflow.plan.records import DataSet, Field
 
 ROWS, BATCH, LENGTH, WIDTH, WORDS = 60, 12, 6, 8, 13
@@ -47,7 +44,7 @@ def arrays():
 def plan(mesh, axis=None, kv_heads=4):
     fields = (Field("ids", (LENGTH,), "int64"), Field("label", (LENGTH,), "int64"))
     data = {"train": DataSet("train", "t-*.h5", fields, (), ROWS, BATCH, False, 0, 4, 4, "")}
-    return compile_job(job(axis, kv_heads), data, Target(parse_mesh(mesh), find_machine("cpu")))
+    return compile_job(job(axis, kv_heads), data, target(mesh))
 
 
 def losses(mesh, axis=None, kv_heads=4, steps=25):
