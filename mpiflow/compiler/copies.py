@@ -149,6 +149,8 @@ class _Copying:
         """A register in pinned memory; the result of a collective is in place if it was."""
         register = self.registers[name]
         pinned = f"{name}@pinned"
+        if pinned in self.registers:  # a variable that was sent, and now comes back changed
+            pinned += ".new"
         aliases = self.pinned.get(register.aliases, "") if result else ""
         self.registers[pinned] = Register(
             pinned, register.shape, register.dtype, register.layout, 0, register.nbytes,

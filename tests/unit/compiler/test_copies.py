@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from forced_layouts import forced
 from jobs import EXAMPLES, classifier, compile_arrays, compile_for
 from micro_jobs import arrays, job
 from mutants import with_program, with_register, with_task, without_task
@@ -125,6 +126,17 @@ def test_few_parts_of_variables_are_on_the_device_on_their_way_to_a_checkpoint(n
     assert len(cut) > 4
     assert all(t.after for t in cut[2:])
     assert {r.space for r in save.registers if r.name.endswith("@pinned")} == {PINNED}
+
+
+def test_a_variable_that_is_sent_and_then_comes_back_changed_has_a_place_for_each():
+    with forced(2):
+        plan = compile_for("data=2,model=2", classifier(48, optimizer=mf.Adam(0.1)), route=STAGED)
+    tasks = plan.program("train").tasks
+    copies = {
+        t.kind: t for t in tasks if "fc1.weight" in (t.inputs if t.kind == D2H else t.outputs)
+    }
+    assert "fc1.weight@pinned" in copies[D2H].outputs
+    assert "fc1.weight@pinned.new" in copies[H2D].inputs
 
 
 def test_copies_are_predicted_to_run_beside_kernels(staged):
