@@ -21,7 +21,8 @@ from mpiflow.compiler.order import in_order
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B
 from mpiflow.ops.wide import needs_no_copies
-from mpiflow.plan.places import D2H, FEED, H2D, PINNED, STAGED
+from mpiflow.plan.exchange import summed_bytes
+from mpiflow.plan.places import CUDA_MPI, D2H, FEED, H2D, PINNED, STAGED
 from mpiflow.plan.records import (
     READ,
     RECEIVE,
@@ -38,6 +39,8 @@ from mpiflow.plan.rows import ROW_KINDS
 _BETWEEN_RANKS = ("collective", SEND, RECEIVE)
 _FED = 2
 """Slots of pinned memory that is read into: one on its way to the device, one being filled."""
+_LINE = 256
+"""Bytes at a multiple of which memory of a device begins that is used for something else."""
 _SNAPSHOTS = 2
 """Parts of variables on the device at a time, on their way to the host."""
 
@@ -54,14 +57,19 @@ def with_copies(
     `mesh` is that of the program's layouts. Rows whose number is known only in the step are staged
     whatever the route.
     """
-    return _Copying(program, in_time(variables, mesh), machine, route).copied()
+    return _Copying(program, in_time(variables, mesh), mesh, machine, route).copied()
 
 
 class _Copying:
     def __init__(
-        self, program: Program, variables: Iterable[Variable], machine: Machine, route: str
+        self,
+        program: Program,
+        variables: Iterable[Variable],
+        mesh: Mesh,
+        machine: Machine,
+        route: str,
     ) -> None:
-        self.program, self.machine, self.route = program, machine, route
+        self.program, self.mesh, self.machine, self.route = program, mesh, machine, route
         self.variables = {v.name for v in variables}
         self.registers: dict[str, Register] = {r.name: r for r in (*variables, *program.registers)}
         self.handed = self._handed()
@@ -121,11 +129,20 @@ class _Copying:
             self.tasks.append(replace(task, inputs=inputs, outputs=outputs, route=STAGED))
             self._to_device(task, [n for n in task.outputs if n in self.on_device], H2D)
         elif task.kind in _BETWEEN_RANKS:
-            self.tasks.append(replace(task, route=self.route))
+            self.tasks.append(self._direct(task))
         elif task.workspace[1] and needs_no_copies(task.op, self.registers[task.outputs[0]].dtype):
             self.tasks.append(replace(task, workspace=(0, 0)))
         else:
             self.tasks.append(task)
+
+    def _direct(self, task: Task) -> Task:
+        """Between memories of devices; MPI sends what is to be summed to a workspace."""
+        task = replace(task, route=self.route)
+        if self.route != CUDA_MPI or not (needed := summed_bytes(task, self.registers, self.mesh)):
+            return task
+        first = -(-task.workspace[1] // _LINE) * _LINE
+        attributes = task.attributes | {"received": first}
+        return replace(task, workspace=(0, first + needed), attributes=attributes)
 
     def _read(self, task: Task) -> None:
         """Read into pinned slots, and copy on what the device takes, ahead of the step too."""

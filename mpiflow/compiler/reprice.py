@@ -89,5 +89,6 @@ def _collective(task: Task, tensors: Mapping[str, Register], mesh: Mesh, machine
     joint = sum(max(a.nbytes, b.nbytes) for a, b in pairs)
     seconds = collective_seconds(machine, task.op, joint, mesh, axes)
     if len(pairs) > 1 and task.op != "all_reduce":  # its members are packed, and unpacked
-        seconds += 2 * task.workspace[1] / machine.memory
+        packed = task.attributes.get("received", task.workspace[1])
+        seconds += 2 * packed / machine.memory
     return seconds

@@ -23,7 +23,7 @@ from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
 from mpiflow.plan.handshakes import Item, items_of
-from mpiflow.plan.places import D2H, H2D, NCCL, workspace_space
+from mpiflow.plan.places import CUDA_MPI, D2H, H2D, NCCL, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
@@ -158,13 +158,15 @@ class Binder:
             return KernelLane(stream, items, segments)
         tasks = [item.tasks[0] for item in items]
         after = tuple(self._after(task) for task in tasks)
-        if tasks[0].kind in (H2D, D2H) or tasks[0].route == NCCL:
+        route = tasks[0].route
+        if tasks[0].kind in (H2D, D2H) or route == NCCL:
             segments = tuple(self._copies_or_message(item, views) for item in items)
             lane = DeviceLane(stream, items, segments)
             lane.after = list(after)
             return lane
         messages = tuple(self._message(task, views) for task in tasks)
-        return MessageLane(stream, items, messages, after, polled=self.polled)
+        polled = self.polled or route == CUDA_MPI  # what the device does for it wakes nobody
+        return MessageLane(stream, items, messages, after, polled=polled)
 
     def _segment(self, item: Item, views: dict[str, np.ndarray]) -> Segment:
         """Its kernels; where one is the last to use what was read, the slot is given back."""
@@ -192,7 +194,7 @@ class Binder:
         return tuple(partial(self.give_back, k) for k in self.last_uses.get(task.name, ()))
 
     def _message(self, task: Task, views: dict[str, np.ndarray]) -> Message:
-        groups = self.direct if task.route == NCCL else self.groups
+        groups = self.direct if task.route in (NCCL, CUDA_MPI) else self.groups
         if task.kind in (SEND, RECEIVE):
             return bind_message(task, self.rank, self.registers, views, groups[STAGE], self.whole)
         group = groups[task.axis]

@@ -15,7 +15,7 @@ import numpy as np
 from mpiflow.exec import packed
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.rows import bind_rows
-from mpiflow.exec.transport import Group, Message, Request, Start
+from mpiflow.exec.transport import Group, Message, Request, Start, Together
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Box
 from mpiflow.plan.pieces import is_in_pieces, pieces_of
@@ -30,48 +30,52 @@ Copy = tuple[np.ndarray, np.ndarray]
 class Collective:
     """One collective of one rank; `start` it, then `test` until it is over."""
 
-    __slots__ = ("_after", "_before", "_copy", "_request", "_start")
+    __slots__ = ("_after", "_before", "_group", "_packed", "_request", "_start")
 
     def __init__(
         self, group: Group, start: Callable[[], Request], before: list[Copy], after: list[Copy]
     ) -> None:
         self._start, self._before, self._after = start, before, after
-        self._copy = group.copy
+        self._group = group
+        self._packed = False
         self._request: Request
 
     def start(self) -> None:
         """Pack and begin."""
         for target, source in self._before:
-            self._copy(target, source)
+            self._group.copy(target, source)
         self._request = self._start()
+        self._packed = bool(self._after)
 
     def test(self) -> bool:
         """Make progress; whether it is over and unpacked."""
         if not self._request.test():
             return False
+        if not self._packed:
+            return True
         for target, source in self._after:
-            self._copy(target, source)
-        return True
+            self._group.copy(target, source)
+        self._packed = False
+        self._request = self._group.settled()
+        return self._request.test()
 
 
 class Pieces:
     """A send or a receive of one rank, to or from several of another stage."""
 
-    __slots__ = ("_requests", "_starts")
+    __slots__ = ("_starts", "_together")
 
     def __init__(self, starts: list[Start]) -> None:
         self._starts = starts
-        self._requests: list[Request] = []
+        self._together = Together([])
 
     def start(self) -> None:
         """Begin all of them."""
-        self._requests = [start() for start in self._starts]
+        self._together = Together([start() for start in self._starts])
 
     def test(self) -> bool:
         """Make progress; whether all are over."""
-        while self._requests and self._requests[-1].test():
-            self._requests.pop()
-        return not self._requests
+        return self._together.test()
 
 
 def bind_message(
@@ -128,9 +132,8 @@ def bind_collective(
         case "reduce_scatter":
             boxes = [peer.box(target) for peer in peers]
             flat, pieces = _pieces(task, arena, send, rank.box(source), boxes)
-            start = group.bind_reduce_scatter(
-                flat, _flat(receive), counts, task.attributes["reduce"]
-            )
+            reduce, work = task.attributes["reduce"], packed.received(task, arena)
+            start = group.bind_reduce_scatter(flat, _flat(receive), counts, reduce, work)
             return Collective(group, start, pieces, [])
     return _exchange(task, rank, source, target, send, receive, peers, arena, group)
 
@@ -154,7 +157,8 @@ def _all_reduce(
     else:
         elements = reduced_elements(members, rank)
         buffer = arena.view(members[0].offset, (elements,), target.dtype)
-    return Collective(group, group.bind_all_reduce(buffer, task.attributes["reduce"]), before, [])
+    reduce, work = task.attributes["reduce"], packed.received(task, arena)
+    return Collective(group, group.bind_all_reduce(buffer, reduce, work), before, [])
 
 
 def _exchange(

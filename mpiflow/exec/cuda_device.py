@@ -28,10 +28,12 @@ from mpiflow.exec import cuda
 from mpiflow.exec.cuda_arrays import Arrays
 from mpiflow.exec.cuda_driver import Driver
 from mpiflow.exec.device import Wanted, host_dtype, resident_bytes
+from mpiflow.exec.direct import DirectGroup
 from mpiflow.exec.nccl import NcclGroup, NcclStages
 from mpiflow.exec.placement import shared_gpus, take_gpu
+from mpiflow.exec.proof import prove
 from mpiflow.exec.segments import Call, Events, Segment
-from mpiflow.exec.transport import Group, Message, Transport, on_all_ranks
+from mpiflow.exec.transport import Group, Message, Request, Transport, on_all_ranks
 from mpiflow.plan.places import ACCELERATOR, CUDA_MPI, NCCL, PINNED
 from mpiflow.plan.records import COMPUTE, Task
 
@@ -46,13 +48,6 @@ _LOOKS = 1024
 
 def open_gpu(wanted: Wanted, transport: Transport) -> CudaDevice:
     """Collective. The GPU of this rank; LaunchError where a rank has none, or none for itself."""
-    if CUDA_MPI in wanted.routes:
-        raise on_all_ranks(
-            LaunchError(
-                "the plan hands memory of GPUs to MPI (route mpi), which this mpiflow does not run;"
-                " make it with --route nccl or --route staged"
-            )
-        )
     driver = cuda.load()
     shared = shared_gpus(take_gpu(transport, driver, os.environ, share=wanted.share))
     if shared and NCCL in wanted.routes:
@@ -62,7 +57,10 @@ def open_gpu(wanted: Wanted, transport: Transport) -> CudaDevice:
                 f"ranks {ranks} share a GPU, which NCCL refuses; make the plan with --route staged"
             )
         )
-    return CudaDevice(driver, strict=wanted.strict)
+    device = CudaDevice(driver, strict=wanted.strict)
+    if CUDA_MPI in wanted.routes:
+        prove(transport, device)
+    return device
 
 
 class CudaStream:
@@ -147,6 +145,51 @@ class CudaStream:
         self._pending.clear()
 
 
+class _Marked(Request):
+    """Done when the GPU has come to an event, which is then free again."""
+
+    def __init__(self, driver: Driver, event: Any, idle: list[Any]) -> None:
+        self._driver, self._event, self._idle = driver, event, idle
+
+    def test(self) -> bool:
+        """Whether it has."""
+        if self._event is not None:
+            if not self._driver.is_done(self._event):
+                return False
+            self._idle.append(self._event)
+            self._event = None
+        return True
+
+
+class CudaSide:
+    """What a GPU does between messages of MPI; see `exec.direct.Side`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._stream = driver.stream(_HIGHER_PRIORITY)
+        self._idle: list[Any] = []
+        self.pending = False
+
+    def copy(self, target: Any, source: Any) -> None:
+        """A kernel."""
+        self.pending = True
+        with self._driver.on(self._stream):
+            self._driver.arrays.copyto(target, source)
+
+    def combine(self, ufunc: str, x: Any, y: Any, out: Any) -> None:
+        """A kernel."""
+        self.pending = True
+        with self._driver.on(self._stream):
+            getattr(self._driver.arrays, ufunc)(x, y, out=out)
+
+    def mark(self) -> Request:
+        """An event."""
+        self.pending = False
+        event = self._idle.pop() if self._idle else self._driver.event()
+        self._driver.record(event, self._stream)
+        return _Marked(self._driver, event, self._idle)
+
+
 class CudaDevice:
     """One GPU, which the driver uses."""
 
@@ -203,6 +246,10 @@ class CudaDevice:
         made = NcclStages(transport, self.driver, stages, links)
         self._groups.append(made)
         return made
+
+    def direct(self, group: Group) -> Group:
+        """The group of the host, with a stream for what the GPU does between its messages."""
+        return DirectGroup(group, CudaSide(self.driver))
 
     def close(self) -> None:
         """Collective. Give back the communicators."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpiflow.errors import PlanError
+from mpiflow.exec.direct import DirectGroup, HostSide
 from mpiflow.exec.segments import Call, HostStream, Stream
 from mpiflow.exec.transport import Group, Message, Transport
 from mpiflow.plan.places import HOST
@@ -77,6 +78,9 @@ class Device(Protocol):
         `stages` has that of each rank, `links` which stage sends to which.
         """
 
+    def direct(self, group: Group) -> Group:
+        """What tasks of route mpi use instead: the same group, given memory of the device."""
+
     def close(self) -> None:
         """Collective. Give back what groups have of the device."""
 
@@ -103,6 +107,10 @@ class InHostMemory:
     ) -> Group:
         """That of the host."""
         return group
+
+    def direct(self, group: Group) -> Group:
+        """The same messages and sums as between devices."""
+        return DirectGroup(group, HostSide())
 
     def close(self) -> None:
         """There is nothing to give back."""

@@ -12,6 +12,7 @@ non-blocking calls elsewhere.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -104,6 +105,16 @@ class MpiTransport(Transport):
         self._finish(self._world.Igatherv(_octets(data), target))
         return _cut(receive, sizes) if self.rank == 0 else None
 
+    def takes_device_memory(self) -> str:
+        """What the library says of itself, if not that it takes it."""
+        self.check_thread()
+        return (
+            ""
+            if says_that_it_takes_gpus(self._mpi)
+            else f"{library(self._mpi)} does not say"
+            " that it takes memory of GPUs (MPIX_Query_cuda_support, mpi_memory_alloc_kinds)"
+        )
+
     def barrier(self) -> Request:
         """Collective. Done once all ranks have come."""
         self.check_thread()
@@ -155,6 +166,7 @@ class MpiTransport(Transport):
         self.abort(1)
 
 
+_GPU_VARIABLES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "PSP_CUDA")
 _BITS = {"bool": np.uint8, "float16": np.uint16, "bfloat16": np.uint16}
 
 
@@ -249,7 +261,7 @@ class MpiGroup(Group):
             self._types.append(wire)
         wire.Commit()
         last = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
-        memory = self._mpi.memory.fromaddress(array.ctypes.data, last + array.itemsize)
+        memory = self._mpi.memory.fromaddress(_address(array), last + array.itemsize)
         return [[memory, 1, wire]]
 
     def _exchange(
@@ -296,9 +308,10 @@ class MpiGroup(Group):
         return self._reduce[call.reduce]
 
     def _buffer(self, array: np.ndarray, counts: tuple[int, ...] | None = None) -> list[Any]:
-        bits = _BITS.get(array.dtype.name)
-        array = array if bits is None else array.view(bits)
-        return [array, array.size if counts is None else list(counts), self._wire(array)]
+        # By its address, so that MPI looks at no stream of a device, and at no dtype: it knows some
+        # of NumPy's alone.
+        memory = self._mpi.memory.fromaddress(_address(array), array.nbytes)
+        return [memory, array.size if counts is None else list(counts), self._wire(array)]
 
     def _wire(self, array: np.ndarray) -> Any:
         # MPI knows neither 16-bit floats nor NumPy's bools; where nothing is reduced, bits will do.
@@ -359,6 +372,35 @@ class _Once(Request):
     def test(self) -> bool:
         self._transport.check_thread()
         return self._request.Test()
+
+
+def says_that_it_takes_gpus(mpi: Any) -> bool:
+    """Whether the library says that messages may be given memory of CUDA devices.
+
+    By MPI 4.1's way to say so, by the functions that Open MPI, MPICH and Intel MPI have, or by the
+    variables with which users of Cray's MPI, MVAPICH and ParaStation MPI ask for it.
+    """
+    info = mpi.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    asked = any(os.environ.get(name, "") == "1" for name in _GPU_VARIABLES)
+    return "cuda" in kinds or asked or _asks_library()
+
+
+def _asks_library() -> bool:
+    """What `MPIX_Query_cuda_support` gives, of the library that this process has loaded."""
+    with open("/proc/self/maps") as maps:
+        files = {line.split()[-1] for line in maps if "/libmpi" in line}
+    for file in sorted(files):
+        query = getattr(ctypes.CDLL(file), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False
+
+
+def _address(array: Any) -> int:
+    """Where an array begins, in the memory of the host or of a device."""
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def _restart(request: Any) -> Any:

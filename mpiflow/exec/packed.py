@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -48,8 +49,17 @@ def bind(
     own_pieces = _pieces(own, [views[part.name] for part in parts])
     if gathers:
         return group.bind_all_gather(own, joint, counts), own_pieces, joint_pieces
-    start = group.bind_reduce_scatter(joint, own, counts, task.attributes["reduce"])
+    reduce, work = task.attributes["reduce"], received(task, arena)
+    start = group.bind_reduce_scatter(joint, own, counts, reduce, work)
     return start, joint_pieces, own_pieces
+
+
+def received(task: Task, arena: Arena) -> Any:
+    """The end of the workspace of a reduction of route mpi, for what is to be summed; else None."""
+    if (first := task.attributes.get("received")) is None:
+        return None
+    offset, size = task.workspace
+    return arena.scratch(offset + first, size - first)
 
 
 def _place(whole: np.ndarray, base: Box, box: Box) -> np.ndarray:

@@ -27,7 +27,7 @@ from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
 from mpiflow.graph.mesh import STAGE
 from mpiflow.graph.sbp import Box, Broadcast
-from mpiflow.plan.places import HOST, NCCL
+from mpiflow.plan.places import CUDA_MPI, HOST, NCCL
 from mpiflow.plan.protocols import Reader, Writer
 from mpiflow.plan.records import COMPUTE, SEND, WRITE, Plan, Program, Register, Task
 from mpiflow.plan.store import digest
@@ -123,7 +123,9 @@ class Session:
         return groups
 
     def _make_direct(self, plan: Plan, stage: int) -> dict[str, Group]:
-        """The same for what is started on the device."""
+        """The same for what goes from device to device."""
+        if any(task.route == CUDA_MPI for p in plan.programs for task in p.tasks):
+            return {axis: self.device.direct(group) for axis, group in self.groups.items()}
         tasks = [(p, task) for p in plan.programs for task in p.tasks if task.route == NCCL]
         found: dict[str, Group] = {}
         for axis in plan.communicators() if tasks else ():

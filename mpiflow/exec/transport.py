@@ -82,6 +82,30 @@ class Request(ABC):
 Start = Callable[[], Request]
 
 
+class Done(Request):
+    """Nothing."""
+
+    def test(self) -> bool:
+        """It is."""
+        return True
+
+
+DONE = Done()
+
+
+class Together(Request):
+    """Several, done when all are."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = requests
+
+    def test(self) -> bool:
+        """Make progress; whether all are over."""
+        while self._requests and self._requests[-1].test():
+            self._requests.pop()
+        return not self._requests
+
+
 class Message(Protocol):
     """What a collective task does in a step: it is started, and later waited for."""
 
@@ -98,7 +122,7 @@ class Call:
 
     One that is to be done `once` leaves nothing behind in the communicator. It may also be a
     message to or from member `peer`, which knows it by the same `tag`; its buffer may be a part of
-    an array, of the same shape at either end.
+    an array, of the same shape at either end. `work` is memory for a reduction, of route mpi alone.
     """
 
     kind: str
@@ -110,6 +134,7 @@ class Call:
     once: bool = False
     peer: int = -1
     tag: int = 0
+    work: Any = None
 
     def __str__(self) -> str:
         if self.peer >= 0:
@@ -163,10 +188,15 @@ class Group(ABC):
         """Bring what an exchange takes, or gives, to its place."""
         np.copyto(target, source)
 
-    def bind_all_reduce(self, buffer: np.ndarray, reduce: str = "sum") -> Start:
+    def settled(self) -> Request:
+        """Done when all that was copied is there."""
+        return DONE
+
+    def bind_all_reduce(self, buffer: np.ndarray, reduce: str = "sum", work: Any = None) -> Start:
         """Collective. Gives every member the sum or maximum of all buffers, in place."""
         count = (buffer.size,)
-        return self._bound(Call("all_reduce", buffer, buffer, count, count, reduce), count)
+        call = Call("all_reduce", buffer, buffer, count, count, reduce, work=work)
+        return self._bound(call, count)
 
     def bind_all_gather(
         self, send: np.ndarray, receive: np.ndarray, counts: Sequence[int]
@@ -177,12 +207,18 @@ class Group(ABC):
         return self._bound(Call("all_gather", send, receive, own, counts), counts)
 
     def bind_reduce_scatter(
-        self, send: np.ndarray, receive: np.ndarray, counts: Sequence[int], reduce: str = "sum"
+        self,
+        send: np.ndarray,
+        receive: np.ndarray,
+        counts: Sequence[int],
+        reduce: str = "sum",
+        work: Any = None,
     ) -> Start:
         """Collective. Reduces what all sent; member i receives part i, of `counts[i]` elements."""
         counts = tuple(counts)
         own = (counts[self.index],)
-        return self._bound(Call("reduce_scatter", send, receive, counts, own, reduce), counts)
+        call = Call("reduce_scatter", send, receive, counts, own, reduce, work=work)
+        return self._bound(call, counts)
 
     def bind_all_to_all(
         self,
@@ -301,6 +337,10 @@ class Transport(ABC):
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes] | None:
         """Collective. Gives rank 0 the data of all, by rank; the others get None."""
+
+    def takes_device_memory(self) -> str:
+        """Why messages may not be given memory of a device; "" where they are said to take it."""
+        return ""
 
     @abstractmethod
     def barrier(self) -> Request:

@@ -13,11 +13,12 @@ the sender is always the holder who differs from the receiver on the fewest axes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Broadcast, Layout, S, Sbp
 from mpiflow.plan.records import Register, Task
+from mpiflow.plan.slice import itemsize, parts_of
 
 
 def exchange_axes(source: Layout, target: Layout) -> tuple[int, ...]:
@@ -53,6 +54,18 @@ def staging_bytes(task: Task, source: Register, target: Register, mesh: Mesh) ->
             leaving = copies(target.layout, axes, mesh)
             return leaving * source.nbytes + target.nbytes
     return 0
+
+
+def summed_bytes(task: Task, tensors: Mapping[str, Register], mesh: Mesh) -> int:
+    """What a reduction receives before it sums, where messages alone make it; 0 for all others."""
+    if task.op not in ("reduce_scatter", "all_reduce"):
+        return 0
+    others = mesh.extent(mesh.along(task.axis)) - 1
+    if task.op == "reduce_scatter":
+        return others * sum(tensors[name].nbytes for name in parts_of(task))
+    size = itemsize(tensors[task.inputs[0]].dtype)
+    elements = sum(tensors[name].nbytes for name in task.inputs) // size
+    return others * -(-elements // (others + 1)) * size
 
 
 def _dim(sbp: Sbp) -> int:

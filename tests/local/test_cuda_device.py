@@ -14,7 +14,16 @@ def learn(session):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mesh", "route"),
-    [("data=2", "staged"), ("data=3", "nccl"), ("data=2,model=2", "nccl"), ("stage=2", "staged")],
+    [
+        ("data=2", "staged"),
+        ("data=3", "nccl"),
+        ("data=2,model=2", "nccl"),
+        ("stage=2", "staged"),
+        ("data=3", "mpi"),
+        ("data=2,model=2", "mpi"),
+        ("stage=2", "mpi"),
+    ],
+    ids=str,
 )
 def test_a_job_learns_what_it_does_on_the_host_to_the_bit(mesh, route):
     expected = on_ranks(compile_for(mesh, classifier()), learn)

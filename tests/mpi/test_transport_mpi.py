@@ -8,6 +8,7 @@ import pytest
 import transport_contract
 
 from mpiflow.errors import TaskError
+from mpiflow.exec.direct import DirectGroup, HostSide
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -24,6 +25,55 @@ def transport():
 @pytest.mark.parametrize("claim", transport_contract.CLAIMS, ids=lambda claim: claim.__name__)
 def test_mpi_transport(claim, transport):
     claim(transport)
+
+
+class Elsewhere:
+    """An array that has an address and is none of NumPy's, as one of a GPU."""
+
+    def __init__(self, array):
+        self.array, self.data = array, self
+        self.ptr = array.ctypes.data
+        for name in ("dtype", "size", "nbytes", "ndim", "flags", "shape"):
+            setattr(self, name, getattr(array, name))
+
+    def __getitem__(self, key):
+        return Elsewhere(self.array[key])
+
+    def view(self, dtype):
+        return Elsewhere(self.array.view(dtype))
+
+
+class Side(HostSide):
+    def copy(self, target, source):
+        super().copy(target.array, source.array)
+
+    def combine(self, ufunc, x, y, out):
+        super().combine(ufunc, x.array, y.array, out.array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *transport_contract.NARROW, "bool"])
+def test_memory_of_another_kind_goes_by_its_address(transport, dtype):
+    group = DirectGroup(transport_contract.everyone(transport, "direct"), Side())
+    counts = transport_contract.counts_of(7, transport.size)
+    receive = Elsewhere(np.zeros(7, dtype))
+    content = [transport_contract.content(r, n, dtype) for r, n in enumerate(counts)]
+    start = group.bind_all_gather(Elsewhere(content[transport.rank]), receive, counts)
+    start().wait()
+    np.testing.assert_array_equal(receive.array, np.concatenate(content))
+    if dtype == "float32":
+        buffer = Elsewhere(np.arange(7, dtype=dtype) + transport.rank)
+        work = Elsewhere(np.zeros(4 * 7 * transport.size, np.uint8))
+        start = group.bind_all_reduce(buffer, "sum", work)
+        for _ in range(2):
+            buffer.array[:] = np.arange(7) + transport.rank
+            start().wait()
+            ranks = range(transport.size)
+            np.testing.assert_array_equal(buffer.array, sum(np.arange(7) + r for r in ranks))
+
+
+def test_an_mpi_that_knows_no_gpus_is_not_given_their_memory(transport):
+    said = transport.takes_device_memory()
+    assert "does not say that it takes memory of GPUs (MPIX_Query_cuda_support" in said
 
 
 @pytest.mark.parametrize("n", [9, 10, 11, 21, 35])

@@ -21,6 +21,7 @@ from mpiflow.exec.cuda_device import CudaDevice, CudaStream
 from mpiflow.exec.device import Wanted, open_device
 from mpiflow.exec.local import run_local
 from mpiflow.exec.segments import Segment
+from mpiflow.exec.transport import Transport
 from mpiflow.plan.places import ACCELERATOR, PINNED
 from mpiflow.plan.records import Task
 
@@ -141,9 +142,11 @@ def test_two_ranks_share_a_gpu_where_asked_and_staged(monkeypatch):
         opened(monkeypatch, "nccl", share=True)
 
 
-def test_memory_of_gpus_is_not_handed_to_mpi(monkeypatch):
-    with pytest.raises(LaunchError, match="make it with --route nccl or --route staged"):
-        opened(monkeypatch, "mpi")
+def test_memory_of_gpus_is_handed_to_mpi_only_where_it_takes_it(monkeypatch):
+    assert opened(monkeypatch, "mpi", share=True) == [ACCELERATOR] * 2
+    monkeypatch.setattr(Transport, "takes_device_memory", lambda self: "it does not")
+    with pytest.raises(LaunchError, match="it does not; make the plan with --route nccl or"):
+        opened(monkeypatch, "mpi", share=True)
 
 
 def test_an_error_in_a_step_names_the_task():

@@ -167,7 +167,7 @@ def test_a_slot_of_pinned_memory_that_is_filled_too_early():
         session._programs["train"].read.ahead += 1
 
     said = (
-        "batch/(image|label)@pinned, but its bytes now hold that of step 3 .written by read train"
+        "batch/(image|label)@pinned, but its bytes now hold that of step . .written by read train"
         "|fills batch/(image|label)@pinned anew, which h2d read train on h2d.read reads"
     )
     with pytest.raises(TaskError, match=said):
