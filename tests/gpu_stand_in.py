@@ -6,9 +6,10 @@ once, and communicators meet in the threads of the ranks; `calls` has every call
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,8 +19,41 @@ from mpiflow.exec.cuda_arrays import ALLOCATING, UFUNCS, VALUES, VIEWS
 from mpiflow.exec.cuda_driver import Gpu
 
 
+class Waits(Exception):
+    """The host would wait for the GPU here, where nothing may."""
+
+
+_strict = threading.local()
+
+
+def waits(what):
+    """The host needs a value that the GPU may still have to compute."""
+    if getattr(_strict, "on", False):
+        raise Waits(what)
+
+
 class DeviceArray(np.ndarray):
     """An array that NumPy cannot reach, nor an array of NumPy be mixed with, as one of CuPy."""
+
+    def __int__(self):
+        waits("int")
+        return super().__int__()
+
+    def __float__(self):
+        waits("float")
+        return super().__float__()
+
+    def __bool__(self):
+        waits("bool")
+        return super().__bool__()
+
+    def __index__(self):
+        waits("index")
+        return super().__index__()
+
+    def tolist(self):
+        waits("tolist")
+        return super().tolist()
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
         arrays = [a for a in (*inputs, *out, options.get("where")) if isinstance(a, np.ndarray)]
@@ -33,7 +67,10 @@ class DeviceArray(np.ndarray):
         raise TypeError(f"numpy.{function.__name__} of an array of the device")
 
     def __getitem__(self, key):
-        _refuse_host(key if isinstance(key, tuple) else (key,))
+        parts = key if isinstance(key, tuple) else (key,)
+        _refuse_host(parts)
+        if any(isinstance(part, np.ndarray) and part.dtype == bool for part in parts):
+            waits("a mask, of whose size nothing is known")
         return device(super().__getitem__(key))
 
     def __setitem__(self, key, value):
@@ -102,13 +139,39 @@ class Ufunc:
 
 
 class Elementwise:
-    """The one kernel that mpiflow writes: rows by clipped indices."""
+    """The kernels that mpiflow writes, by what they are for."""
 
     def __init__(self, in_params, out_params, operation, name):
-        assert name == "mpiflow_take"
-        assert in_params == "raw T source, raw S index, int64 rows, int64 width"
+        self._run = getattr(self, name.removeprefix("mpiflow_"))
+        named = inspect.signature(self._run).parameters
+        given = (in_params + ", " + out_params).split(", ")
+        assert [one.split()[-1] for one in given] == [name for name in named if name != "size"]
+        self._integers = [n for n, one in enumerate(given) if one.startswith("int64")]
 
-    def __call__(self, source, index, rows, width, out):
+    def __call__(self, *args, size=None):
+        assert all(isinstance(args[n], int) for n in self._integers), "numbers of the host"
+        self._run(*args, **({} if size is None else {"size": size}))
+
+    def sum_sorted(self, values, keys, place, count, width, shift, held, out, size):
+        assert size == count * width == values.size
+        assert keys.dtype == place.dtype == np.int64
+        assert values.dtype == out.dtype, "T is one type"
+        values, keys, place, out = map(host, (values, keys, place, out.reshape(-1, width)))
+        for at, key in enumerate(keys):
+            row = key >> shift
+            if row < held and (at == 0 or keys[at - 1] >> shift != row):
+                same = keys[(keys >> shift) == row] & ((1 << shift) - 1)
+                out[place[at]] = np.cumsum(values.reshape(count, width)[same], axis=0)[-1]
+
+    def put_rows(self, source, rows, width, held, out, size):
+        assert size == source.size == rows.size * width
+        assert rows.dtype == np.int64
+        assert source.dtype == out.dtype, "T is one type"
+        source, rows, out = map(host, (source.reshape(-1, width), rows, out.reshape(-1, width)))
+        there = (rows >= 0) & (rows < held)
+        out[rows[there]] = source[there]
+
+    def take(self, source, index, rows, width, out):
         assert rows == source.shape[0]
         assert out.size == index.size * width
         assert out.dtype == source.dtype, "T is one type"
@@ -139,6 +202,17 @@ def _put(a, ind, v, mode="wrap"):
     on_device(np.put)(a, ind, v, mode=mode)
 
 
+def _flatnonzero(a):
+    waits("flatnonzero, whose size is not known before")
+    return on_device(np.flatnonzero)(a)
+
+
+def _asarray(a):
+    if not isinstance(a, DeviceArray):
+        waits("a copy from memory of the host that is not pinned")
+    return on_device(np.asarray)(a)
+
+
 def _max(a, axis=None, out=None, keepdims=False):
     return on_device(np.max)(a, axis=axis, out=out, keepdims=keepdims)
 
@@ -154,6 +228,7 @@ def cupy():
     made |= {name: on_device(getattr(np, name)) for name in (*ALLOCATING, *VIEWS)}
     made |= {name: Ufunc(name) for name in (*UFUNCS, "add", "multiply", "maximum")}
     made |= {
+        "flatnonzero": _flatnonzero, "asarray": _asarray,
         "copyto": _copyto, "put": _put, "max": _max, "argmax": _argmax,
         "ElementwiseKernel": Elementwise, "ReductionKernel": Reduction,
     }  # fmt: skip
@@ -297,8 +372,13 @@ class StandIn:
                 a, b = a.astype(np.float32), b.astype(np.float32)
             c[...] = np.matmul(a, b)
 
+    @contextmanager
     def strict(self):
-        return nullcontext()
+        _strict.on = True
+        try:
+            yield
+        finally:
+            _strict.on = False
 
     def unique_id(self):
         self._note("unique_id")

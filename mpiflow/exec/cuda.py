@@ -22,6 +22,8 @@ from mpiflow.exec.cuda_gemm import Product
 
 _PLAIN, _TRANSPOSED = 0, 1
 _DEFAULT_ALGORITHM = -1
+_NOT_READY = 600
+"""cudaErrorNotReady."""
 _COMPUTE_FLOAT32, _COMPUTE_FLOAT64 = 68, 70
 _GEMM_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType."""
@@ -42,6 +44,9 @@ def load() -> CupyDriver:
     instead = "; start the ranks where there is one, or make the plan with --device cpu"
     # So that the number of a GPU is the same in all tools of a host.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    # Streams that share a queue of the hardware wait for each other: with the default of 8, a
+    # receive of NCCL could keep back what the other end waits for.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
@@ -79,7 +84,8 @@ class CupyDriver:
     def gpu(self, index: int) -> Gpu:
         """One of them."""
         properties = self._runtime.getDeviceProperties(index)
-        uuid = bytes(properties["uuid"]).hex()
+        # CuPy cuts a UUID at its first zero byte, and parts of one GPU (MIG) have one bus id.
+        uuid = f"{bytes(properties['uuid']).hex()} {self._runtime.deviceGetPCIBusId(index)}"
         return Gpu(properties["name"].decode(), uuid, properties["totalGlobalMem"])
 
     def use(self, index: int) -> None:
@@ -91,9 +97,11 @@ class CupyDriver:
 
     def _scratch(self, nbytes: int) -> Any:
         """Memory that a kernel of CuPy asks for; it is used again in the order of its stream."""
+        if not self._strict:
+            return self._pool.malloc(nbytes)
         before = self._pool.total_bytes()
         memory = self._pool.malloc(nbytes)
-        if self._strict and self._pool.total_bytes() > before:
+        if self._pool.total_bytes() > before:
             raise PlanError(
                 f"a kernel asked the GPU for {nbytes} bytes in a step; the plan gives it all that"
                 " it may use"
@@ -151,8 +159,12 @@ class CupyDriver:
         stream.wait_event(event)
 
     def is_done(self, event: Any) -> bool:
-        """Whether everything that the event marks is done."""
-        return event.done
+        """Whether everything that the event marks is done; raises what has gone wrong before it."""
+        # Not `event.done`, which is False for ever after an error.
+        status = self._runtime.eventQuery(event.ptr)
+        if status not in (0, _NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return status == 0
 
     @property
     def _stream(self) -> int:

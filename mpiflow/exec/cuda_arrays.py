@@ -3,6 +3,7 @@
     forwarded    what CuPy has with the same meaning
     here         keywords that CuPy lacks (`where`, `mode`, `initial`), `vecdot`, `einsum` into an
                  array, products without copies
+    GPUs alone   `sum_sorted`, `put_rows`: what NumPy's kernels do by asking how many there are
 
 Kernels write into arrays that exist. What is forwarded allocates nothing where `out` is given,
 except for a copy of an operand that overlaps it, and the scratch memory of long reductions and of
@@ -26,7 +27,7 @@ UFUNCS = (
 """Called with arrays and `out`, by position or by name."""
 VIEWS = ("expand_dims", "moveaxis")
 ALLOCATING = (
-    "arange", "asarray", "ascontiguousarray", "clip", "diff", "empty", "flatnonzero",
+    "arange", "ascontiguousarray", "clip", "diff", "empty", "flatnonzero",
     "searchsorted", "stack", "where", "zeros",
 )  # fmt: skip
 """They give a new array; `flatnonzero` waits for the GPU too, as its size is not known before."""
@@ -42,6 +43,22 @@ row = row < 0 ? 0 : row < rows ? row : rows - 1;
 out = source[row * width + i % width];
 """
 """Row by row; `i` counts the elements of out."""
+SUM_SORTED = """
+long long at = i / width, column = i % width, row = keys[at] >> shift;
+if (row < held && (at == 0 || (keys[at - 1] >> shift) != row)) {
+    long long mask = (1LL << shift) - 1;
+    T sum = values[(keys[at] & mask) * width + column];
+    for (long long next = at + 1; next < count && (keys[next] >> shift) == row; ++next)
+        sum += values[(keys[next] & mask) * width + column];
+    out[place[at] * width + column] = sum;
+}
+"""
+"""The first of a run of equal rows adds up the run; `i` counts the elements of values."""
+PUT_ROWS = """
+long long row = rows[i / width];
+if (row >= 0 && row < held) out[row * width + i % width] = source[i];
+"""
+"""`i` counts the elements of source."""
 _SUMS = {"ng,ngc->gc": 0, "ngc,gc->ng": 2, "...i,...i->...": -1}
 """The einsums that ops ask for, all of products of two arrays, and the dim that is summed over."""
 
@@ -64,6 +81,16 @@ class Arrays:
         self._take = cupy.ElementwiseKernel(
             "raw T source, raw S index, int64 rows, int64 width", "T out", TAKE, "mpiflow_take"
         )
+        self._sum_sorted = cupy.ElementwiseKernel(
+            "raw T values, raw int64 keys, raw int64 place, int64 count, int64 width, int64 shift,"
+            " int64 held",
+            "raw T out", SUM_SORTED, "mpiflow_sum_sorted",
+        )  # fmt: skip
+        self._put_rows = cupy.ElementwiseKernel(
+            "raw T source, raw int64 rows, int64 width, int64 held", "raw T out", PUT_ROWS,
+            "mpiflow_put_rows",
+        )  # fmt: skip
+        self._lists: dict[tuple[int, ...], Any] = {}
         self._sum_products = cupy.ReductionKernel(
             "T x, T y", "T out", "x * y", "a + b", "out = a", "0", "mpiflow_sum_products"
         )
@@ -131,6 +158,36 @@ class Arrays:
     def put(self, out: Any, index: Any, values: Any) -> None:
         """As NumPy's, of indices that are legal: nothing checks them, which would wait."""
         self._cupy.put(out, index, values, mode="clip")
+
+    def asarray(self, values: list[int]) -> Any:
+        """Numbers that a kernel knows when it is made; copied to the GPU when first asked for."""
+        key = tuple(values)
+        if key not in self._lists:
+            self._lists[key] = self._cupy.asarray(values)
+        return self._lists[key]
+
+    def sum_sorted(
+        self, out: Any, values: Any, keys: Any, place: Any, shift: int, held: int
+    ) -> None:
+        """Write the sums of values (n, d) of equal rows to out (m, d), where `place` (n,) says.
+
+        `keys` (n,) ascend: the row, shifted, and which of the values. Rows from `held` on are left
+        out.
+        """
+        if values.size:
+            count, width = values.shape
+            self._sum_sorted(
+                values, keys, place, count, width, shift, held, out, size=values.size
+            )  # fmt: skip
+
+    def put_rows(self, out: Any, rows: Any, source: Any) -> None:
+        """Write source, row by row, to the rows of out (m, ...); rows that it has not are left out.
+
+        Rows may repeat where what is written is the same.
+        """
+        if source.size:
+            width = source.size // rows.size
+            self._put_rows(source, rows, width, len(out), out, size=source.size)
 
 
 def _steps(array: Any) -> tuple[int, ...]:

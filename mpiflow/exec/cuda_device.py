@@ -124,7 +124,7 @@ class CudaStream:
         """How many segments are done; only the thread that submits asks the GPU."""
         if threading.get_ident() != self._owner:
             return self._done
-        while self._pending and self._driver.is_done(self._pending[0][0]):
+        while self._pending and self._is_done(*self._pending[0]):
             event, _ = self._pending.popleft()
             self._idle.append(event)  # may be recorded again: who waits for it is waiting already
             self._done += 1
@@ -132,6 +132,14 @@ class CudaStream:
                 self.ended = time.perf_counter()
                 self.seconds += self.ended - self._began
         return self._done
+
+    def _is_done(self, event: Any, segment: Segment) -> bool:
+        """Whether the GPU has come to an event; what it failed in was behind the one before."""
+        try:
+            return self._driver.is_done(event)
+        except Exception as error:
+            self.failure = self.failure or (segment.tasks[0], error)
+            return False
 
     def task(self) -> Task | None:
         """The first task of the oldest segment that is not seen to be done."""

@@ -64,7 +64,7 @@ class Driver(Protocol):
         """What the stream is given from now on waits for the event, on the GPU."""
 
     def is_done(self, event: Any) -> bool:
-        """Whether everything that the event marks is done."""
+        """Whether everything that the event marks is done; raises what has gone wrong before it."""
 
     def copy(self, target: Any, source: Any) -> None:
         """Copy between pinned memory and the GPU, or on it; arrays that are alike, contiguous."""

@@ -12,7 +12,7 @@ from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal
 from mpiflow.ops.index import require_index
 from mpiflow.ops.rows import Lookup, RowGradient
-from mpiflow.ops.runs import run_bytes, runs, sum_runs
+from mpiflow.ops.runs import add_rows, run_bytes
 
 
 @op
@@ -81,15 +81,8 @@ class EmbeddingGrad(RowGradient):
         out.fill(0)
         if not out.size or not dy.size:
             return
-        xp, work, start = shard.xp, shard.work, shard.start(OUT, 0)
-        values = dy.reshape(-1, dy.shape[-1])
-        for target, rows, (sums, *lanes) in runs(
-            xp, work, values, ids.reshape(-1), start, len(out), lanes=4
-        ):
-            starts = sum_runs(xp, target, rows, sums, lanes)
-            # The first run may go on from the block before.
-            xp.add(sums[0], out[int(target[0])], out=sums[0])
-            out[target[starts]] = sums[: len(starts)]
+        values, start = dy.reshape(-1, dy.shape[-1]), shard.start(OUT, 0)
+        add_rows(shard.xp, shard.work, out, values, ids.reshape(-1), start)
 
 
 def embedding(table: Tensor, ids: Tensor, *, sparse: bool | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal
 from mpiflow.ops.index import require_index
-from mpiflow.ops.runs import run_bytes, runs, sum_runs
+from mpiflow.ops.runs import add_rows, run_bytes
 from mpiflow.ops.window import letters
 from mpiflow.ops.work import Piece, carve, carved
 
@@ -106,13 +106,7 @@ class GatherGrad(Places):
         sums_of = out.reshape(out.shape[0] * out.shape[1], -1)
         values = dy.reshape(number.size, -1)
         work = work[carved(*_pieces(index.shape)) :]
-        for target, rows, (sums, *lanes) in runs(
-            xp, work, values, number, 0, len(sums_of), lanes=4
-        ):
-            starts = sum_runs(xp, target, rows, sums, lanes)
-            # The first run may go on from the block before.
-            xp.add(sums[0], sums_of[int(target[0])], out=sums[0])
-            sums_of[target[starts]] = sums[: len(starts)]
+        add_rows(xp, work, sums_of, values, number, 0)
 
 
 def _pieces(index: Shape) -> tuple[Piece, ...]:

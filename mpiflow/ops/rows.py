@@ -17,7 +17,7 @@ from mpiflow.graph.rule import Rule, Shape, Signature
 from mpiflow.graph.sbp import UNION, B, S
 from mpiflow.ops.base import Gradients, Tensors, apply, require_float
 from mpiflow.ops.index import require_index
-from mpiflow.ops.runs import run_bytes, runs, sum_runs
+from mpiflow.ops.runs import run_bytes, runs, sorted_keys, sum_runs
 
 PADDING = 2**63 - 1
 """The id of an entry that is no row; it comes after all others."""
@@ -95,6 +95,9 @@ class SumRows(Op):
         xp, count = shard.xp, ids.size
         sums, values = (x.reshape(count, x.shape[-1]) for x in (out[0], values))
         rows, ids = out[1].reshape(count), ids.reshape(count)
+        if hasattr(xp, "sum_sorted"):
+            self._sum_without_waiting(shard, sums, rows, values, ids)
+            return
         done, last = 0, -1
         for target, block, lanes in runs(xp, shard.work, values, ids, 0, self.rows, lanes=3):
             if int(target[0]) == last:  # this run began in the block before
@@ -106,6 +109,25 @@ class SumRows(Op):
         if self.clears:
             sums[done:] = 0
         rows[done:] = PADDING
+
+    def _sum_without_waiting(
+        self, shard: ShardView, sums: Any, rows: Any, values: Any, ids: Any
+    ) -> None:
+        """The same on a GPU, which must not be asked how many rows there are."""
+        if not ids.size:
+            return
+        xp = shard.xp
+        keys, place, shift, _ = sorted_keys(xp, shard.work, values, ids, 0, self.rows, lanes=3)
+        row = xp.right_shift(keys, shift)
+        place[:1] = 0
+        xp.not_equal(row[1:], row[:-1], out=place[1:])
+        xp.add.accumulate(place, out=place)
+        xp.copyto(row, PADDING, where=xp.equal(row, self.rows))
+        rows.fill(PADDING)
+        xp.put_rows(rows, place, row)
+        if self.clears:
+            sums.fill(0)
+        xp.sum_sorted(sums, values, keys, place, shift, self.rows)
 
 
 @op

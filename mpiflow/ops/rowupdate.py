@@ -93,7 +93,9 @@ class RowUpdate(Update):
         if not w.size:
             return
         start = shard.start(OUT, 0)
-        first, last = (int(xp.searchsorted(ids, start + end)) for end in (0, len(w)))
+        first, last = 0, ids.size
+        if not hasattr(xp, "put_rows"):  # which leaves out what is not there, and so need not know
+            first, last = (int(xp.searchsorted(ids, start + end)) for end in (0, len(w)))
         g, step = g.reshape(-1, w.shape[1]), block_rows(w.shape[1])
         local, *lanes = carve(shard.work, *self._pieces(ids.size, w.shape[1], w.dtype))
         for begin in range(first, last, step):
@@ -112,7 +114,10 @@ class RowUpdate(Update):
         old = [taken[0], g.reshape(-1), *taken[1:]]
         self._block(xp, taken, old, scalars, lanes)
         for table, block in zip(tables, taken, strict=True):
-            table[rows] = block.reshape(g.shape)
+            if hasattr(xp, "put_rows"):
+                xp.put_rows(table, rows, block)
+            else:
+                table[rows] = block.reshape(g.shape)
 
 
 @op

@@ -49,9 +49,8 @@ def runs(
 
     Beside each block come `lanes` - 1 of scratch. `values` are (n, d), `ids` are (n,).
     """
-    count, width = values.shape
-    keys, scratch, *blocks = carve(work, *_pieces(count, width, values.dtype, lanes))
-    shift = _sort(xp, keys, scratch, ids, start, held)
+    width = values.shape[1]
+    keys, scratch, shift, blocks = sorted_keys(xp, work, values, ids, start, held, lanes)
     found = int(xp.searchsorted(keys, held << shift))  # the ids of other ranks are at the end
     step = block_rows(width)
     for first in range(0, found, step):
@@ -61,6 +60,33 @@ def runs(
         xp.right_shift(block, shift, out=target)
         xp.take(values, position, axis=0, out=own, mode="clip")
         yield target, own, rest
+
+
+def sorted_keys(
+    xp: Any, work: Any, values: Any, ids: Any, start: int, held: int, lanes: int
+) -> tuple[Any, Any, int, list[Any]]:
+    """What `_sort` gives: keys, as many numbers of scratch, the shift; and the blocks behind."""
+    count, width = values.shape
+    keys, scratch, *blocks = carve(work, *_pieces(count, width, values.dtype, lanes))
+    return keys, scratch, _sort(xp, keys, scratch, ids, start, held), blocks
+
+
+def add_rows(xp: Any, work: Any, out: Any, values: Any, ids: Any, start: int) -> None:
+    """Add the values (n, d) of each id, in order, to its row of `out` (rows from `start` on), zero.
+
+    Ids of other rows count for nothing. The workspace is that of `run_bytes` with four lanes.
+    """
+    held = len(out)
+    if hasattr(xp, "sum_sorted"):  # a GPU, which must not be asked how many there are
+        keys, place, shift, _ = sorted_keys(xp, work, values, ids, start, held, lanes=4)
+        xp.right_shift(keys, shift, out=place)
+        xp.sum_sorted(out, values, keys, place, shift, held)
+        return
+    for target, rows, (sums, *lanes) in runs(xp, work, values, ids, start, held, lanes=4):
+        starts = sum_runs(xp, target, rows, sums, lanes)
+        # The first run may go on from the block before.
+        xp.add(sums[0], out[int(target[0])], out=sums[0])
+        out[target[starts]] = sums[: len(starts)]
 
 
 def _sort(xp: Any, keys: Any, scratch: Any, ids: Any, start: int, held: int) -> int:

@@ -73,7 +73,7 @@ class SampleClasses(Op):
         xp, first = shard.xp, shard.start(OUT, 0)
         keys, own, marked = carve(shard.work, *self._pieces(label.size))
         for block, classes in enumerate(out, first):
-            self._draw(xp, keys[:-1], block, int(step))
+            self._draw(xp, keys[:-1], block, step)
             # A label of another block marks the entry behind the last.
             xp.copyto(own, label, casting="unsafe")
             xp.subtract(own, block * self.size, out=own)
@@ -86,7 +86,7 @@ class SampleClasses(Op):
             classes.sort()
             xp.add(classes, block * self.size, out=classes)
 
-    def _draw(self, xp: Any, keys: Any, block: int, step: int) -> None:
+    def _draw(self, xp: Any, keys: Any, block: int, step: Any) -> None:
         """Keys of 31 random bits over the number of a class in its block; the sign bit is set."""
         for first in range(0, self.size, _COUNTERS * _WORDS):
             last = min(first + _COUNTERS * _WORDS, self.size)

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mpiflow.exec.cuda_arrays import TAKE
+from mpiflow.exec.cuda_arrays import PUT_ROWS, SUM_SORTED, TAKE
 
 KERNEL = """
 template <typename T, typename S>
@@ -15,6 +15,24 @@ __global__ void take(const T* source, const S* index, long long rows, long long 
     {body}
     to[i] = out;
 }}
+template <typename T>
+__global__ void sum_sorted(
+    const T* values, const long long* keys, const long long* place, long long count,
+    long long width, long long shift, long long held, T* out) {{
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    {sum_sorted}
+}}
+template <typename T>
+__global__ void put_rows(
+    const T* source, const long long* rows, long long width, long long held, T* out) {{
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    {put_rows}
+}}
+template __global__ void sum_sorted<float>(
+    const float*, const long long*, const long long*, long long, long long, long long, long long,
+    float*);
+template __global__ void put_rows<double>(
+    const double*, const long long*, long long, long long, double*);
 template __global__ void take<float, long long>(
     const float*, const long long*, long long, long long, float*);
 template __global__ void take<double, unsigned long long>(
@@ -23,9 +41,9 @@ template __global__ void take<double, unsigned long long>(
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-def test_rows_are_taken_by_source_that_compiles(tmp_path):
+def test_the_kernels_that_mpiflow_writes_compile(tmp_path):
     file = tmp_path / "take.cu"
-    file.write_text(KERNEL.format(body=TAKE))
+    file.write_text(KERNEL.format(body=TAKE, sum_sorted=SUM_SORTED, put_rows=PUT_ROWS))
     done = subprocess.run(
         ["nvcc", "-fatbin", "-Werror", "all-warnings", "-o", tmp_path / "take.fatbin",
          "-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=sm_90", file],

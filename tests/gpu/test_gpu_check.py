@@ -27,6 +27,11 @@ def test_a_check_passes_on_the_stand_in(gpu_check, name, tmp_path):
     assert gpu_check.run_check(bench, name, tmp_path / "gpu.jsonl")
 
 
+def test_no_kernel_waits_for_the_gpu_in_a_steady_step(gpu_check, tmp_path):
+    assert gpu_check.run_check(gpu_check.open_bench(True, tmp_path), "steady", tmp_path / "j")
+    assert json.loads((tmp_path / "j").read_text())["found"]["not"] == {}
+
+
 def test_training_on_the_stand_in_has_the_losses_of_the_cpu(gpu_check, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "TRAINED", {"digits": gpu_check.TRAINED["digits"]})
     bench = gpu_check.open_bench(True, tmp_path)

@@ -114,6 +114,20 @@ def test_a_kernel_that_raises_stops_its_stream():
     assert stream.done == 0
 
 
+def test_an_error_of_the_gpu_ends_the_wait_for_an_event():
+    driver = StandIn()
+    stream = CudaStream(driver, "compute")
+    stream.submit(segment(lambda: None))
+
+    def is_done(event):
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    driver.is_done = is_done
+    assert stream.done == 0
+    task, error = stream.failure
+    assert (task, "IllegalAddress" in str(error)) == (TASK, True)
+
+
 def test_a_strict_stream_forbids_what_a_steady_step_must_not_do():
     class Strict(StandIn):
         def strict(self):

@@ -9,6 +9,7 @@ import inspect
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,12 +85,32 @@ def test_the_runtime_has_the_functions_that_are_called():
     calls = calls_of("self._runtime")
     assert {"getDeviceCount", "memcpyAsync", "setDevice"} <= calls.keys()
     for name, count in calls.items():
-        text = getattr(cupy.cuda.runtime, name).__doc__
+        called = getattr(cupy.cuda.runtime, name)
+        if isinstance(called, type):
+            continue
+        text = called.__doc__
         arguments = [a for a in text[text.index("(") + 1 : text.index(")")].split(", ") if a]
         assert len(arguments) == count, f"{name}: {text}"
     for constant in ("memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice"):
         assert isinstance(getattr(cupy.cuda.runtime, constant), int)
     assert issubclass(cupy.cuda.runtime.CUDARuntimeError, Exception)
+
+
+@pytest.mark.parametrize(("status", "done"), [(0, True), (600, False)])
+def test_an_event_is_done_or_not(status, done):
+    driver = cuda.CupyDriver(cupy, None)
+    driver._runtime = SimpleNamespace(eventQuery=lambda pointer: status)
+    assert driver.is_done(SimpleNamespace(ptr=7)) is done
+
+
+def test_an_event_tells_what_has_gone_wrong():
+    driver = cuda.CupyDriver(cupy, None)
+    runtime = cupy.cuda.runtime
+    driver._runtime = SimpleNamespace(
+        eventQuery=lambda pointer: 700, CUDARuntimeError=runtime.CUDARuntimeError
+    )
+    with pytest.raises(runtime.CUDARuntimeError, match="an illegal memory access"):
+        driver.is_done(SimpleNamespace(ptr=7))
 
 
 def test_memory_streams_and_events_have_what_is_used():
@@ -99,7 +120,7 @@ def test_memory_streams_and_events_have_what_is_used():
     assert {"non_blocking", "priority"} <= stream.parameters.keys()
     assert hasattr(cupy.cuda.Stream, "wait_event")
     assert "disable_timing" in cupy.cuda.Event.__doc__
-    assert hasattr(cupy.cuda.Event, "done")
+    assert "ptr" in cupy.cuda.Event.__doc__
     assert hasattr(cupy.cuda.Event, "record")
     for name in ("MemoryPool", "MemoryPointer", "PinnedMemoryPointer", "set_allocator"):
         assert hasattr(cupy.cuda, name)
