@@ -7,6 +7,7 @@ another, so they can be differentiated any number of times.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from types import ModuleType
@@ -16,7 +17,7 @@ from mpiflow.errors import GraphError
 from mpiflow.graph.op import ShardView, op
 from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor
-from mpiflow.ops import depthwise, im2col
+from mpiflow.ops import columns, depthwise
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
 from mpiflow.ops.tiles import Geometry
 from mpiflow.ops.wide import Wide
@@ -99,10 +100,14 @@ class Convolution(Wide, Windowed):
         return 2 * prod(w) * y[0] * prod(y[2:])
 
     def copied(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
-        """The columns of all windows, written once and read once."""
+        """The columns of all windows, written and read, and what rows of a kernel add up."""
         at = self.geometry(*inputs, *outputs)
-        weights = at.groups * at.channels * prod(at.kernel)
-        return 0 if at.pointwise else 2 * weights * at.images * prod(at.windows)
+        if at.pointwise:
+            return 0
+        at = replace(at, by_rows=at.kernel[0] > 1 and at.worth_rows())
+        columns = at.groups * at.channels * prod(at.met)
+        added = at.groups * at.outputs * (at.turns - 1)
+        return 2 * (columns + added) * at.images * prod(at.windows)
 
     def scratch(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         at = self.geometry(*inputs, *outputs)
@@ -122,7 +127,7 @@ class Convolution(Wide, Windowed):
 
 
 def _way(at: Geometry) -> ModuleType:
-    return depthwise if isinstance(at, depthwise.Depthwise) else im2col
+    return depthwise if isinstance(at, depthwise.Depthwise) else columns
 
 
 @op

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 from mpiflow.graph.rule import Shape
 from mpiflow.ops.window import Padding
@@ -13,12 +13,10 @@ from mpiflow.ops.work import Piece, carved
 
 _LIMIT = 4 << 20
 """Bytes of workspace that a tile may fill, if it is not one row of windows."""
-_CACHE = 1 << 20
+_CACHE = 1 << 19
 """Bytes that a tile of several images may fill, or as many as the weights that it is read with."""
-_LONG_ROW = 12
-"""So many windows in a row are copied fast."""
-_TURN = 1 << 20
-"""Elements of the largest weight that is copied, turned round, for the gradient of x."""
+_LONG = 32
+"""So many windows along the only dim are better left side by side than put behind one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A convolution on local arrays; channels and outputs are those of one group."""
+    """A convolution on local arrays; channels and outputs are those of one group.
+
+    `apart`: elements of y are not side by side. `by_rows`: the rows of a kernel take turns, so that
+    columns have what one of them meets; otherwise they have all that the kernel meets.
+    """
 
     images: int
     groups: int
@@ -43,6 +45,8 @@ class Geometry:
     stride: Shape
     padding: Padding
     dilation: Shape
+    apart: bool = False
+    by_rows: bool = False
 
     @property
     def sampled(self) -> bool:
@@ -52,37 +56,43 @@ class Geometry:
     @property
     def pointwise(self) -> bool:
         """Whether x itself is the columns."""
-        return self.sampled and prod(self.stride) == 1
-
-    def extent(self, rows: int) -> Shape:
-        """The part of the padded x that `rows` rows of windows cover."""
-        counts = (rows, *self.windows[1:])
-        steps = zip(counts, self.stride, self.kernel, self.dilation, strict=True)
-        return tuple((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in steps)
+        return self.sampled and prod(self.stride) == 1 and not self.apart
 
     @property
-    def images_behind(self) -> bool:
-        """Whether images lie behind the windows in a tile, not before them."""
-        return self.windows[-1] < _LONG_ROW
+    def turns(self) -> int:
+        """How many products are summed for a window."""
+        return self.kernel[0] if self.by_rows else 1
+
+    @property
+    def met(self) -> Shape:
+        """The part of a kernel that takes its turn."""
+        return self.kernel[1:] if self.by_rows else self.kernel
+
+    @property
+    def phases(self) -> list[int]:
+        """The rows of the kernel begin in as many different rows of x, counted within a stride."""
+        return sorted({i * self.dilation[0] % self.stride[0] for i in range(self.turns)})
+
+    @property
+    def together(self) -> int:
+        """The images that a tile may have; with one dim their elements come to lie side by side."""
+        return 1 if len(self.windows) == 1 and self.windows[0] > _LONG else max(self.images, 1)
+
+    @property
+    def reach(self) -> int:
+        """The rows of a phase beyond those of the windows."""
+        return (self.turns - 1) * self.dilation[0] // self.stride[0]
 
     def pieces(self, images: int, rows: int, dtype: Any) -> list[Piece]:
-        """The arrays for a tile: field, cols and product, empty where arrays serve as they are."""
-        head = (self.groups, self.channels)
-        extent, places = self.extent(rows), (rows, *self.windows[1:])
-        if self.images_behind:
-            extent, places = (*extent, images), (*places, images)
-        else:
-            extent, places = (images, *extent), (images, *places)
-        field = (0,) if self.sampled else (*head, *extent)
-        cols = (0,) if self.pointwise and images == 1 else (*head, *self.kernel, *places)
-        product = (0,) if images == 1 else (self.groups, self.outputs, *places)
-        return [(field, dtype), (cols, dtype), (product, dtype)]
-
-    def by_image(self, array: Any) -> Any:
-        """A view of a field, cols or product whose first dim is the images."""
-        behind = self.images_behind
-        axis = array.ndim - 1 - (0 if behind else len(self.windows))
-        return array.transpose(axis, *(i for i in range(array.ndim) if i != axis))
+        """The arrays for a tile: columns, product and term; empty where one serves as it is."""
+        places = images * prod(self.windows[1:])
+        columns: Shape = (self.groups, self.channels, *self.met, len(self.phases),
+                          rows + self.reach, images, *self.windows[1:])  # fmt: skip
+        matrix: Shape = (self.groups, self.outputs, rows * places)
+        if self.pointwise and images == 1:
+            columns = (0,)
+        whole = matrix if images > 1 or self.apart else (0,)
+        return [(columns, dtype), (whole, dtype), (matrix if self.turns > 1 else (0,), dtype)]
 
     def least(self, dtype: Any) -> int:
         """The workspace for one row of windows of one image."""
@@ -90,35 +100,35 @@ class Geometry:
 
     def workspace(self, dtype: Any) -> int:
         """Enough for the whole, but not more than the limits or one row of windows."""
-        most = carved(*self.pieces(max(self.images, 1), self.windows[0], dtype))
+        most = carved(*self.pieces(self.together, self.windows[0], dtype))
         one = carved(*self.pieces(1, self.windows[0], dtype))
         cached = max(one, _CACHE, carved((self.weights, dtype)))
         return max(self.least(dtype), min(most, cached, _LIMIT))
 
     @property
-    def turned(self) -> Self | None:
-        """The convolution of dy with turned weights that gives dx, where it is worth its while.
-
-        It gathers where the other way adds, but copies the weights, and needs a stride of 1.
-        """
-        reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
-        pads = [
-            (n - before, n - behind)
-            for n, (before, behind) in zip(reach, self.padding, strict=True)
-        ]
-        if self.sampled or prod(self.stride) > 1 or min(map(min, pads)) < 0:
-            return None
-        if prod(self.weights) > _TURN:
-            return None
-        return replace(
-            self, channels=self.outputs, outputs=self.channels, size=self.windows,
-            windows=self.size, padding=tuple(pads),
-        )  # fmt: skip
-
-    @property
     def weights(self) -> Shape:
-        """The shape of the weights by group: (g, o, c, *kernel)."""
-        return self.groups, self.outputs, self.channels, *self.kernel
+        """The shape of the weights by turn and group: (turn, g, o, c, *met)."""
+        return self.turns, self.groups, self.outputs, self.channels, *self.met
+
+    def split(self, w: Any) -> Any:
+        """A view of weights (g*o, c, *kernel) as (g, o, c, *kernel)."""
+        return w.reshape(self.groups, self.outputs, self.channels, *self.kernel)
+
+    def in_turns(self, split: Any) -> Any:
+        """A view of weights (g, o, c, *kernel) as `weights` says."""
+        if not self.by_rows:
+            return split[None]
+        return split.transpose(3, 0, 1, 2, *range(4, split.ndim))
+
+    def worth_rows(self) -> bool:
+        """Whether turns save more columns than it costs to sort the weights and add the products.
+
+        That copies fast, and this does not.
+        """
+        places, turns = self.images * prod(self.windows), self.kernel[0]
+        saved = self.channels * prod(self.kernel) * (turns - 1) // turns
+        added = self.outputs * (turns - 1)
+        return saved * places > 2 * (added * places + prod(self.weights))
 
     def filters(self, w: Any) -> Any:
         """Weights as one matrix (o, c*kernel) a group."""
@@ -131,7 +141,7 @@ class Geometry:
             return carved(*self.pieces(images, rows, dtype)) <= available
 
         if fits(1, self.windows[0]):
-            images = _largest(self.images, lambda n: fits(n, self.windows[0]))
+            images = _largest(self.together, lambda n: fits(n, self.windows[0]))
             for part in cut(self.images, images):
                 yield Tile(part, slice(0, self.windows[0]))
             return

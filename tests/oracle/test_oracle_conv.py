@@ -30,21 +30,22 @@ def draw_conv(seed):
     return x, w, dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
 
 
-@pytest.mark.parametrize("turn", [1 << 20, 0])
+@pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("seed", range(24))
-def test_conv_and_its_gradients(seed, turn, monkeypatch):
-    # With 0, no weights are turned for the gradient of x: columns are added.
-    monkeypatch.setattr("mpiflow.ops.tiles._TURN", turn)
+def test_conv_and_its_gradients(seed, by_rows, monkeypatch):
+    monkeypatch.setattr("mpiflow.ops.tiles.Geometry.worth_rows", lambda at: by_rows)
     x, w, settings = draw_conv(seed)
     theirs = getattr(functional, f"conv{x.ndim - 2}d")
     check(lambda x, w: ops.conv(x, w, **settings), lambda x, w: theirs(x, w, **settings), (x, w))
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("limit", [1, 3_000, 20_000])
-def test_conv_does_not_depend_on_its_tiles(limit, monkeypatch):
+def test_conv_does_not_depend_on_its_tiles(limit, by_rows, monkeypatch):
     # 1: one row of windows at a time; 3,000: some rows; 20,000: several images.
     monkeypatch.setattr("mpiflow.ops.tiles._LIMIT", limit)
-    monkeypatch.setattr("mpiflow.ops.im2col._SUM", 40)
+    monkeypatch.setattr("mpiflow.ops.columns._SUM", 40)
+    monkeypatch.setattr("mpiflow.ops.tiles.Geometry.worth_rows", lambda at: by_rows)
     for seed in range(0, 24, 4):
         x, w, settings = draw_conv(seed)
         x = np.concatenate([x, -x, x + 1])
