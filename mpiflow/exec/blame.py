@@ -325,10 +325,7 @@ def _named(task: Task | None, beat: Beat | None) -> str:
     """`task fc1/linear (MatMul, digits.py:13) of step 17`."""
     if task is None or beat is None:
         return "no task"
-    position = beat.position
     line = task.where.rpartition("/")[2]
     details = ", ".join(part for part in (task.op or task.kind, line) if part)
     micro = f"micro-batch {task.micro + 1} of " if task.phase % 2 else ""
-    step = f"step {position.step + 1}"
-    of = f"{micro}{step}" if position.program == "train" else f"{micro}{position.program}, {step}"
-    return f"task {folded(task)} ({details}) of {of}"
+    return f"task {folded(task)} ({details}) of {micro}{beat.position.name}"

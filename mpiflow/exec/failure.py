@@ -22,7 +22,10 @@ from pathlib import Path
 
 from mpiflow.errors import MpiflowError, StallError, TaskError
 from mpiflow.exec.transport import Aborted, Transport, is_on_all_ranks
+from mpiflow.exec.witness import Lifeline
 
+REPORT = "failure.txt"
+"""The file in the run's folder that keeps what ended it."""
 # The rank that prints ends the others; these wait that long for it, and end the job if it cannot.
 GRACE_SECONDS = 3.0
 # mpiexec forwards what a rank writes, and may drop what it has not read when the rank aborts.
@@ -43,6 +46,7 @@ class Failure:
         self._pending: BaseException | None = None
         self._lock = threading.Lock()
         self._taken = threading.Event()
+        self.lifeline: Lifeline | None = None
         transport.check = self.check
 
     def use_folder(self, folder: Path) -> None:
@@ -105,6 +109,8 @@ class Failure:
 
     def report(self, error: BaseException) -> None:
         """Print the error where this rank is the first to fail; else give the first one time."""
+        if self.lifeline is not None:
+            self.lifeline.let_go()
         if not self._is_first(error):
             time.sleep(GRACE_SECONDS)
             return
@@ -115,7 +121,7 @@ class Failure:
             sys.stderr.flush()
         if self._folder is not None:
             trace = "".join(traceback.format_exception(error))
-            _write(self._folder / "failure.txt", f"{text}\n{trace}")
+            _write(self._folder / REPORT, f"{text}\n{trace}")
         if self._transport.size > 1:
             time.sleep(DRAIN_SECONDS)
 

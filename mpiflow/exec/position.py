@@ -31,6 +31,12 @@ class Position:
         """The number of the first task of a stream that is not done."""
         return dict(self.done).get(stream, 0)
 
+    @property
+    def name(self) -> str:
+        """`step 17`, or `evaluate, step 2`; empty between two programs."""
+        step = f"step {self.step + 1}"
+        return step if self.program == "train" else self.program and f"{self.program}, {step}"
+
 
 NOWHERE = Position()
 """Before the first program."""

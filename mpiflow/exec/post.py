@@ -61,14 +61,19 @@ class Post:
         everyone = transport.all_gather(json.dumps(mine).encode())
         self.addresses = [Address(*json.loads(data)) for data in everyone]
         token = secrets.token_hex(8).encode() if self.rank == 0 else None
-        self._token = transport.broadcast(token)
+        self.token = transport.broadcast(token)
         self.watchers = choose_watchers(self.addresses)
+        self._one_host = one_host
         self._targets = {
-            rank: (_LOCALHOST if one_host else _resolved(hosts[rank]), self.addresses[rank].port)
+            rank: (self.address(rank), self.addresses[rank].port)
             for rank in self.watchers
             if rank != self.rank
         }
         self._unanswered = dict.fromkeys(self._targets, 0)
+
+    def address(self, rank: int) -> str:
+        """Where the host of a rank can be reached."""
+        return _LOCALHOST if self._one_host else _resolved(self.addresses[rank].host)
 
     def fileno(self) -> int:
         """For `select`."""
@@ -80,7 +85,7 @@ class Post:
         for rank, target in self._targets.items():
             # A host that is down or not known is a watcher that does not answer.
             with suppress(OSError):
-                self._socket.sendto(self._token + data[:_LARGEST], target)
+                self._socket.sendto(self.token + data[:_LARGEST], target)
             if rank in self._unanswered:
                 self._unanswered[rank] += 1
                 deaf |= self._unanswered[rank] > _UNANSWERED
@@ -95,14 +100,14 @@ class Post:
                 data, sender = self._socket.recvfrom(65_535)
             except OSError:
                 return
-            if not data.startswith(self._token):
+            if not data.startswith(self.token):
                 continue
-            data = data[len(self._token) :]
+            data = data[len(self.token) :]
             if data.startswith(_ANSWER):
                 self._unanswered.pop(int(data[len(_ANSWER) :] or -1), None)
                 continue
             with suppress(OSError):
-                self._socket.sendto(self._token + _ANSWER + str(self.rank).encode(), sender)
+                self._socket.sendto(self.token + _ANSWER + str(self.rank).encode(), sender)
             yield data
 
     def files(self) -> Iterator[bytes]:

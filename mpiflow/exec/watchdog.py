@@ -23,10 +23,11 @@ from pathlib import Path
 from mpiflow.errors import StallError
 from mpiflow.exec.beat import Beat, unpack
 from mpiflow.exec.blame import FILES, Court, Seen, Verdict
-from mpiflow.exec.failure import Failure
+from mpiflow.exec.failure import REPORT, Failure
 from mpiflow.exec.post import Address, Post
 from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport
+from mpiflow.exec.witness import Lifeline
 from mpiflow.plan.records import Plan
 
 RANKS = "ranks.txt"
@@ -50,6 +51,7 @@ _STACK_SECONDS = 2.0
 _GRACE_SECONDS = 1.0
 _FRAMES = 2
 _FILE_BEATS = 8
+_PLACE_BEATS = 4
 _LOOK_SECONDS = 0.5
 _GONE_SECONDS = 2.0
 GONE = "whose process is gone"
@@ -194,6 +196,8 @@ class Watchdog:
         self._post = Post(transport, folder)
         if transport.rank == 0:
             _list_ranks(folder / RANKS, self._post.addresses)
+        home, report = self._post.address(0), folder / REPORT
+        self._lifeline = failure.lifeline = Lifeline(transport, home, self._post.token, report)
         self._period = max(_PERIOD, transport.size / _BEATS_PER_SECOND)
         self._pulse = Pulse(transport, watched)
         self._own = transport.rank
@@ -210,9 +214,11 @@ class Watchdog:
         """The rank is about to end; nothing is watched from now on."""
         self._leaving.set()
         self._thread.join()
+        self._lifeline.close()
         self._post.close()
 
     def _run(self) -> None:
+        self._lifeline.connect()
         last = time.monotonic()
         while not self._leaving.wait(max(0.0, last + self._period - time.monotonic())):
             now = time.monotonic()
@@ -220,6 +226,8 @@ class Watchdog:
             elapsed, last = min(now - last, 2 * self._period), now
             beat = self._pulse(elapsed)
             self._post.send(beat.pack())
+            if beat.number % _PLACE_BEATS == 1:
+                self._lifeline.tell(beat.position.name)
             heard = [unpack(data) for data in self._post.receive()]
             if self._turn < 0:
                 continue

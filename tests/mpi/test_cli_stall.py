@@ -44,14 +44,18 @@ def test_the_culprit_is_named_and_all_ranks_are_gone(run, tmp_path, ranks, fault
     assert said[0] in (tmp_path / "run" / "failure.txt").read_text()
 
 
-@pytest.mark.ranks(2)
-def test_the_run_folder_says_which_rank_a_killed_process_was(run, tmp_path):
-    """The launcher ends the others at once, and names the process; only mpiflow knows the rank."""
-    done = run(2, "--steps", 40000, FAULT="1:SIGKILL:30")
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_is_killed_is_named_though_the_launcher_ends_all(run, tmp_path, rank, kind):
+    done = run(4, "--steps", 40000, FAULT=f"{rank}:{kind}:60")
     assert done.returncode != 0
-    pid = re.search(r"^rank 1 +host \S+ +pid (\d+)$", (tmp_path / "run" / "ranks.txt").read_text(),
-                    re.MULTILINE)[1]  # fmt: skip
-    assert pid in done.stdout
+    listed = (tmp_path / "run" / "ranks.txt").read_text()
+    pid = re.search(rf"^rank {rank} +host \S+ +pid (\d+)$", listed, re.MULTILINE)[1]
+    (said,) = re.findall(r"^mpiflow: (.*)$", done.stdout, re.MULTILINE)
+    pattern = rf"rank {rank} \({HOST}\) is gone.*: its process {pid} was killed or crashed"
+    assert re.fullmatch(pattern, said), done.stdout
+    assert said in (tmp_path / "run" / "failure.txt").read_text()
 
 
 @pytest.mark.ranks(2)

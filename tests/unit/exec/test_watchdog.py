@@ -158,7 +158,7 @@ def test_what_does_not_carry_the_token_is_dropped(tmp_path):
     first, second = (Post(LocalWorld(1).transports[0], tmp_path) for _ in range(2))
     target = first._socket.getsockname()
     second._socket.sendto(b"nonsense", target)
-    second._socket.sendto(first._token + b"data", target)
+    second._socket.sendto(first.token + b"data", target)
     assert list(first.receive()) == [b"data"]
     first.close()
     second.close()
