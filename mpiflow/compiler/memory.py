@@ -19,17 +19,17 @@ from itertools import pairwise
 from mpiflow.compiler.pack import WORTH, Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
-from mpiflow.plan.places import AHEAD, D2H, HOST, PINNED, workspace_space
+from mpiflow.plan.places import D2H, HOST, PINNED, workspace_space
 from mpiflow.plan.records import (
     COMPUTE,
     RECEIVE,
     SEND,
-    WRITE,
     Program,
     Register,
     Task,
     Variable,
 )
+from mpiflow.plan.registers import holder, outliving
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,8 @@ def _top(programs: list[Program], space: str) -> int:
 
 
 def _lasting(program: Program) -> list[Register]:
-    names = {n for t in program.tasks if t.stream in AHEAD for n in t.outputs}
-    names |= {n for t in program.tasks if t.stream == WRITE for n in t.inputs}
-    return [r for r in program.registers if r.name in names]
+    lasting = outliving(program.tasks)
+    return [r for r in program.registers if r.name in lasting]
 
 
 def _with_offsets(program: Program, offsets: dict[str, int]) -> Program:
@@ -288,7 +287,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
     """What has to be placed: registers with those that share their memory, buckets, workspaces."""
     times = _Times(program)
     registers = {r.name: r for r in program.registers}
-    root = {name: _root(registers, name) for name in registers}
+    root = {name: holder(name, registers) for name in registers}
     root = {name: registers[first].pool or first for name, first in root.items()}
     sharing: dict[str, list[str]] = {}
     for name, first in root.items():
@@ -324,12 +323,6 @@ def _buckets(program: Program) -> list[tuple[str, ...]]:
     reduced = [t.inputs for t in program.tasks if len(t.outputs) > 1 and t.op == "all_reduce"]
     wanted = set(reduced)
     return reduced + [t.inputs for t in program.tasks if t.kind == D2H and t.outputs in wanted]
-
-
-def _root(registers: dict[str, Register], name: str) -> str:
-    while registers[name].aliases:
-        name = registers[name].aliases
-    return name
 
 
 def _extend(life: dict[str, tuple[int, int]], name: str, start: int, stop: int) -> None:

@@ -22,6 +22,7 @@ from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.sbp import B
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Register, Task
+from mpiflow.plan.registers import holder
 from mpiflow.plan.seats import Span, take_seats
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
@@ -192,13 +193,13 @@ def with_slots(program: Program) -> Program:
         if task.phase == loop:
             for name in (*task.inputs, *task.outputs):
                 if name in registers and name not in others and registers[name].layout[0] != B:
-                    groups.setdefault(_root(registers, name), []).append(task)
+                    groups.setdefault(holder(name, registers), []).append(task)
     late = _unawaited(program, loop)
     slots = {name: _slots(program, tasks, late) for name, tasks in groups.items()}
     program = replace(
         program,
         registers=tuple(
-            replace(r, slots=n, rewound=True) if (n := slots.get(_root(registers, r.name), 1)) > 1
+            replace(r, slots=n, rewound=True) if (n := slots.get(holder(r.name, registers), 1)) > 1
             else r
             for r in program.registers
         ),
@@ -261,9 +262,3 @@ def _slots(program: Program, tasks: list[Task], late: set[str]) -> int:
     if received or (count == 1 and any(task.name in late for task in tasks)):
         count += 1
     return min(count, program.micro_batches)
-
-
-def _root(registers: dict[str, Register], name: str) -> str:
-    while registers[name].aliases in registers:
-        name = registers[name].aliases
-    return name

@@ -25,7 +25,8 @@ from mpiflow.exec.lanes import DeviceLane, Finding, Lane, ReadLane
 from mpiflow.exec.segments import Call, Segment
 from mpiflow.exec.shadow import Cell, Owner, Shadow, Use
 from mpiflow.plan.places import D2H, H2D, PINNED, STAGED, workspace_space
-from mpiflow.plan.records import READ, Register, Task
+from mpiflow.plan.records import READ, Task
+from mpiflow.plan.registers import holder
 from mpiflow.plan.unroll import folded
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Watched:
         self._all, self._views, self._fired = hazards, views, fired
         self._program, self._registers = binder.program, binder.registers
         self._made_here = {register.name for register in binder.program.registers}
-        self._roots = {name: _root(binder.registers, name) for name in binder.registers}
+        self._roots = {name: holder(name, binder.registers) for name in binder.registers}
         self._variables = binder.registers.keys() - self._made_here
         self._makers = {n: t for t in binder.program.tasks for n in t.outputs}
         self._item = {
@@ -320,12 +321,6 @@ def _after_poison(call: Call, fresh: tuple[np.ndarray, ...]) -> Call:
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
-
-
-def _root(registers: Mapping[str, Register], name: str) -> str:
-    while registers[name].aliases in registers:
-        name = registers[name].aliases
-    return name
 
 
 def _reach(task: Task) -> tuple[str, str]:

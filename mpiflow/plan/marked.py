@@ -25,10 +25,13 @@ from typing import NamedTuple
 from mpiflow.graph.sbp import B
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Task
+from mpiflow.plan.registers import holder
 from mpiflow.plan.verify_layout import label
 
 Turn = tuple[int, int]
 """A phase, and the segment of it; -1 for all of it."""
+Use = tuple[int, int]
+"""A stream, and the number of a firing on it."""
 
 
 class Firing(NamedTuple):
@@ -51,10 +54,14 @@ class Wait:
 
 
 class Step:
-    """The firings of one step of a program whose names and phases are in order."""
+    """The firings of one step of a program whose names and phases are in order.
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.tasks, self.count = program, program.tasks, program.micro_batches
+    Of each loop, the first `micro_batches` (default: all).
+    """
+
+    def __init__(self, program: Program, micro_batches: int | None = None) -> None:
+        self.program, self.tasks = program, program.tasks
+        self.count = min(micro_batches or program.micro_batches, program.micro_batches)
         self.registers = {register.name: register for register in program.registers}
         self.index = {task.name: i for i, task in enumerate(self.tasks)}
         self.makers = {
@@ -66,14 +73,20 @@ class Step:
                 self.users.setdefault(name, []).append(i)
         self.streams = [stream for stream, _ in program.order]
         self.stream = {i: s for s, (_, order) in enumerate(program.order) for i in order}
-        self._number()
-        self._beginning, self._computed = self._begin()
-        self._waits = [list(self._arcs(i, task)) for i, task in enumerate(self.tasks)]
+        self.members: dict[Turn, list[list[int]]] = {}  # of a turn, by stream
+        self.turns = list(self._turns())
+        self._numbers: list[list[int]] = [[] for _ in self.tasks]  # by micro-batch
+        fired = (i for turn, _ in self.turns for tasks in self.members[turn] for i in tasks)
+        for number, i in enumerate(fired):
+            self._numbers[i].append(number)
+        self.size = sum(map(len, self._numbers))
+        self.waits = [list(self._arcs(i, task)) for i, task in enumerate(self.tasks)]
         self._add_slots()
+        self._beginning, self._computed = self._begin()
 
     def looped(self, task: int) -> bool:
         """Whether a task fires once for each micro-batch."""
-        return self.count > 1 and self.tasks[task].phase % 2 == 1
+        return self.program.micro_batches > 1 and self.tasks[task].phase % 2 == 1
 
     def in_parts(self, name: str) -> bool:
         """Whether each micro-batch has a register of that name of its own."""
@@ -81,68 +94,80 @@ class Step:
         return maker is not None and self.looped(maker) and self.registers[name].layout[0] != B
 
     def number(self, task: int, micro: int = 0) -> int:
-        """The firing of a task for a micro-batch; 0 where it fires once."""
-        return self._start[self._turn[task]][micro] + self._within[task]
+        """The firing of a task for a micro-batch; 0 where it fires once, -1 the last."""
+        return self._numbers[task][micro]
 
-    def last(self, task: int) -> int:
-        """The last firing of a task."""
-        return self.number(task, self.count - 1 if self.looped(task) else 0)
+    def use(self, task: int, micro: int) -> Use:
+        """The stream and the number of a firing."""
+        return self.stream[task], self._numbers[task][micro]
 
     def along(self, stream: int) -> Iterator[Firing]:
         """The firings of a stream, in its order."""
-        for place, (turn, micro) in enumerate(self._turns):
-            start = self._start[turn][micro]
-            for task in self._members[turn][stream]:
-                yield Firing(start + self._within[task], task, micro, place)
+        for place, (turn, micro) in enumerate(self.turns):
+            for task in self.members[turn][stream]:
+                yield Firing(self._numbers[task][micro], task, micro, place)
 
     def before(self, firing: Firing) -> Iterator[tuple[int, int, str]]:
-        """Stream and number of each firing that one waits for, and why."""
+        """Task and micro-batch of each firing that one waits for, and why."""
         _, task, micro, turn = firing
-        for wait in self._waits[task]:
+        for wait in self.waits[task]:
             other = wait.fixed if wait.fixed >= 0 else micro - wait.back
             if other >= 0:
-                yield self.stream[wait.task], self.number(wait.task, other), wait.why
-        if task in self._beginning and self._computed[turn] >= 0:
-            yield self.streams.index(COMPUTE), self._computed[turn], "by the order of the turns"
+                yield wait.task, other, wait.why
+        if task in self._beginning and (computed := self._computed[turn]):
+            yield *computed, "by the order of the turns"
 
     def label(self, number: int) -> str:
         """A firing in the user's words."""
-        found = (f for s in range(len(self.streams)) for f in self.along(s) if f.number == number)
-        _, task, micro, _ = next(found)
-        return label(self.tasks[task]) + f" of micro-batch {micro + 1}" * self.looped(task)
+        task = next(i for i, numbers in enumerate(self._numbers) if number in numbers)
+        micro = f" of micro-batch {self._numbers[task].index(number) + 1}" * self.looped(task)
+        return label(self.tasks[task]) + micro
 
-    def _number(self) -> None:
-        """Number the firings: turn after turn, and in a turn stream after stream."""
-        phases = {task.phase for task in self.tasks}
+    def _turns(self) -> Iterator[tuple[Turn, int]]:
+        """The turns and their micro-batches, which any one segment is done of in their order."""
+        phases = sorted({task.phase for task in self.tasks})
         loop = max((phase for phase in phases if phase % 2), default=-1)
-        pipelined = loop if self.program.sequence and self.count > 1 else -1
-        self._turn = [
-            (t.phase if self.count > 1 else 0, t.segment if t.phase == pipelined else -1)
-            for t in self.tasks
-        ]
-        self._members: dict[Turn, list[list[int]]] = {}
-        self._within: dict[int, int] = {}
-        sizes: dict[Turn, int] = {}
+        pipelined = loop if self.program.sequence else -1
         for stream, (_, order) in enumerate(self.program.order):
             for i in order:
-                turn = self._turn[i]
-                self._members.setdefault(turn, [[] for _ in self.streams])[stream].append(i)
-                self._within[i] = sizes.get(turn, 0)
-                sizes[turn] = self._within[i] + 1
-        self._turns = []
-        for phase in sorted({phase for phase, _ in self._turn}):
-            if phase == pipelined:
-                turns = [((phase, segment), micro) for segment, micro in self.program.sequence]
-            else:
-                turns = [((phase, -1), k) for k in range(self.count if phase % 2 else 1)]
-            self._turns += [turn for turn in turns if turn[0] in self._members]
-        self._start: dict[Turn, dict[int, int]] = {turn: {} for turn in sizes}
-        self.size = 0
-        for turn, micro in self._turns:
-            self._start[turn][micro] = self.size
-            self.size += sizes[turn]
+                phase, segment = self.tasks[i].phase, self.tasks[i].segment
+                turn = phase, segment if phase == pipelined else -1
+                self.members.setdefault(turn, [[] for _ in self.streams])[stream].append(i)
+        for phase in phases:
+            turns = [(-1, k) for k in range(self.count if phase % 2 else 1)]
+            for segment, micro in self.program.sequence if phase == pipelined else turns:
+                if (phase, segment) in self.members and micro < self.count:
+                    yield (phase, segment), micro
 
-    def _begin(self) -> tuple[set[int], list[int]]:
+    def _arcs(self, i: int, task: Task) -> Iterator[Wait]:
+        """For inputs and by `after`, but for what the order of the stream says anyway."""
+        arcs = [(self.makers[n], f"for {n}", self.in_parts(n)) for n in task.inputs
+                if n in self.makers]  # fmt: skip
+        arcs += [(self.index[n], "by its `after`", False) for n in task.after]
+        for other, why, parts in arcs:
+            if self.stream[other] == self.stream[i] and self.number(other) < self.number(i):
+                continue
+            if parts or (self.looped(other) and self.tasks[other].phase == task.phase):
+                yield Wait(other, why)
+            else:
+                yield Wait(other, why, fixed=self.count - 1 if self.looped(other) else 0)
+
+    def _add_slots(self) -> None:
+        """Let what fills a slot anew in a step wait for those on other streams that used it.
+
+        The slots of what runs ahead are given back together, all others one by one.
+        """
+        for name, register in self.registers.items():
+            maker, slots = self.makers[holder(name, self.registers)], register.slots
+            if self.tasks[maker].stream in AHEAD and self.looped(maker):
+                slots = min(self.registers[n].slots for n in self.tasks[maker].outputs)
+            elif not register.rewound:
+                continue
+            for user in self.users.get(name, ()):
+                if self.stream[user] != self.stream[maker]:
+                    self.waits[maker].append(Wait(user, f"for a slot of {name}", back=slots))
+
+    def _begin(self) -> tuple[set[int], list[tuple[int, int] | None]]:
         """Tasks that begin a turn, and by turn the computation that what begins it waits for.
 
         They need nothing of their turn but what runs ahead of it. The first turn of a loop waits
@@ -155,55 +180,16 @@ class Step:
                 turn = task.phase, task.segment
                 if all((t.phase, t.segment) != turn or _runs_ahead(t) for t in others):
                     beginning.add(i)
-        computed, before, last, phase = [], -1, -1, -1
+        computed: list[tuple[int, int] | None] = []
+        before, last, phase = None, None, -1
         compute = self.streams.index(COMPUTE) if COMPUTE in self.streams else None
-        for turn, micro in self._turns:
+        for turn, micro in self.turns:
             if turn[0] != phase:
-                phase, last = turn[0], before if turn[1] >= 0 else -1
+                phase, last = turn[0], before if turn[1] >= 0 else None
             computed.append(last)
-            if compute is not None and (tasks := self._members[turn][compute]):
-                last = before = self.number(tasks[-1], micro)
+            if compute is not None and (tasks := self.members[turn][compute]):
+                last = before = tasks[-1], micro
         return beginning, computed
-
-    def _arcs(self, i: int, task: Task) -> Iterator[Wait]:
-        """For inputs and by `after`, but for what the order of the stream says anyway."""
-        arcs = [(self.makers[n], f"for {n}", self.in_parts(n)) for n in task.inputs
-                if n in self.makers]  # fmt: skip
-        arcs += [(self.index[n], "by its `after`", False) for n in task.after]
-        for other, why, parts in arcs:
-            if self._ordered(other, i):
-                continue
-            if parts or (self.looped(other) and self.tasks[other].phase == task.phase):
-                yield Wait(other, why)
-            else:
-                yield Wait(other, why, fixed=self.count - 1 if self.looped(other) else 0)
-
-    def _ordered(self, a: int, b: int) -> bool:
-        """Whether, for any micro-batch, the order of their stream has one task before another."""
-        (phase, _), same = self._turn[a], self._turn[a] == self._turn[b]
-        earlier = self._within[a] < self._within[b] if same else phase < self._turn[b][0]
-        return earlier and self.stream[a] == self.stream[b]
-
-    def _add_slots(self) -> None:
-        """Let what fills a slot anew in a step wait for those on other streams that used it.
-
-        The slots of what runs ahead are given back together, all others one by one.
-        """
-        for name, register in self.registers.items():
-            maker, slots = self.makers[self._root(name)], register.slots
-            if self.tasks[maker].stream in AHEAD and self.looped(maker):
-                slots = min(self.registers[n].slots for n in self.tasks[maker].outputs)
-            elif not register.rewound:
-                continue
-            for user in self.users.get(name, ()):
-                if self.stream[user] != self.stream[maker]:
-                    self._waits[maker].append(Wait(user, f"for a slot of {name}", back=slots))
-
-    def _root(self, name: str) -> str:
-        """The register whose memory one shares."""
-        while self.registers[name].aliases in self.registers:
-            name = self.registers[name].aliases
-        return name
 
 
 def _runs_ahead(task: Task) -> bool:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
-from mpiflow.plan.places import AHEAD, H2D, workspace_space
+from mpiflow.plan.places import H2D, workspace_space
 from mpiflow.plan.records import WRITE, Plan, Program, Register, Task, Variable
+from mpiflow.plan.registers import holder, outliving
 from mpiflow.plan.unroll import enough, folded, unroll
 from mpiflow.plan.waits import in_turn, waits_of
 
@@ -105,14 +106,15 @@ def _state_of(variables: tuple[Variable, ...]) -> dict[str, str]:
 
 def _lasting(program: Program) -> list[_Span]:
     """What is read ahead and written behind, which has places of its own all the time."""
-    lines = {n: t.where for t in program.tasks if t.stream in AHEAD for n in t.outputs}
-    written = {n: t.where for t in program.tasks if t.stream == WRITE for n in t.inputs}
-    kinds = dict.fromkeys(written, "staging of saves") | dict.fromkeys(lines, "read slots")
-    lines |= written
+    lasting = {
+        name: ("staging of saves" if task.stream == WRITE else "read slots", task.where)
+        for name, task in outliving(program.tasks).items()
+    }
     return [
-        _Span(r.offset, r.nbytes * r.slots, kinds[r.name], r.name, lines[r.name], r.slots)
+        _Span(r.offset, r.nbytes * r.slots, kind, r.name, where, r.slots)
         for r in program.registers
-        if r.name in kinds and not r.space
+        if r.name in lasting and not r.space
+        for kind, where in (lasting[r.name],)
     ]
 
 
@@ -123,8 +125,7 @@ class _Lives:
         self.program = program
         unrolled = unroll(program, enough(program))
         self.order = [unrolled.tasks[i] for i in in_turn(unrolled, waits_of(unrolled))]
-        lasting = {name for task in unrolled.tasks if task.stream in AHEAD for name in task.outputs}
-        lasting |= {name for task in unrolled.tasks if task.stream == WRITE for name in task.inputs}
+        lasting = outliving(unrolled.tasks)
         self.registers = {
             r.name: r for r in unrolled.registers if r.name not in lasting and not r.space
         }
@@ -150,7 +151,7 @@ class _Lives:
         """Bytes in use at each place; those that share memory count once."""
         chains: dict[str, tuple[int, int]] = {}
         for name, (start, stop) in self.life.items():
-            root = self._root(name)
+            root = holder(name, self.registers)
             first, last = chains.get(root, (start, stop))
             chains[root] = min(first, start), max(last, stop)
         changes = [0] * (len(self.order) + 1)
@@ -160,11 +161,6 @@ class _Lives:
                 changes[stop + 1] -= self.registers[root].nbytes
         held = accumulate(changes[:-1])
         return [n + _workspace(task)[1] for n, task in zip(held, self.order, strict=True)]
-
-    def _root(self, name: str) -> str:
-        while self.registers[name].aliases in self.registers:
-            name = self.registers[name].aliases
-        return name
 
     def spans(self) -> list[_Span]:
         """What is in use at the fullest place; the newest first, as it is what a byte is now."""

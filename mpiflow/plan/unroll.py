@@ -9,8 +9,8 @@ say) comes after the last compute task of the turn before. With pipeline stages 
 last loop are those of the program's `sequence`; what fills a slot of a register comes after all
 that used what it held.
 
-What the loops of the plan mean is said here once: verifier, simulator and binder all work on the
-program that this gives, which is one without loops.
+This is what ranks do: the binder works on the program that this gives, which is one without loops.
+The verifier and the simulator have a graph of their own, see `plan.marked`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import replace
 from mpiflow.graph.sbp import B
 from mpiflow.plan.places import AHEAD
 from mpiflow.plan.records import COMPUTE, RECEIVE, Program, Register, Task
+from mpiflow.plan.registers import holder
 from mpiflow.plan.seats import seats
 
 ENOUGH = 3
@@ -154,7 +155,7 @@ class _Unroller:
     def _wait_for_slots(self) -> None:
         """Let what fills a slot anew come after the firings on other streams that used it."""
         registers = {r.name: r for r in self.program.registers}
-        root = {name: _root(registers, name) for name in registers}
+        root = {name: holder(name, registers) for name in registers}
         made = {n: task for task in self.program.tasks for n in task.outputs if n in registers}
         users: dict[str, list[Task]] = {}
         for task in self.program.tasks:
@@ -228,12 +229,6 @@ class _Unroller:
 def _runs_ahead(task: Task) -> bool:
     """Whether it may come before its turn: what is read, and what other stages send."""
     return task.stream in AHEAD or task.kind == RECEIVE
-
-
-def _root(registers: dict[str, Register], name: str) -> str:
-    while registers[name].aliases in registers:
-        name = registers[name].aliases
-    return name
 
 
 def _numbered(name: str, micro: int) -> str:

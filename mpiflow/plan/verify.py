@@ -5,6 +5,7 @@
     verify_phases      form: loops over micro-batches
     verify_places      form: what lies where, copies, routes
     verify_stages      form: pipeline stages, and the messages between them
+    verify_between     form: memory that outlives a step is of one program
     marked, walk       proof: a step comes to its end, whatever the timing; what is before what
     verify_memory      proof: whatever is read is there
 
@@ -23,8 +24,9 @@ from mpiflow.graph.sbp import Broadcast, Partial, layout_text
 from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD, D2H, FEED, H2D, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Register, Task
+from mpiflow.plan.verify_between import check_between
 from mpiflow.plan.verify_layout import check_collective, check_tensor, label
-from mpiflow.plan.verify_memory import check_between, check_memory
+from mpiflow.plan.verify_memory import check_memory
 from mpiflow.plan.verify_phases import check_count, check_phases
 from mpiflow.plan.verify_places import arenas_by_space, check_places, check_routes
 from mpiflow.plan.verify_stages import check_parts, check_together

@@ -1,4 +1,4 @@
-"""Verify, part one: every tensor has a layout that it can have, every collective one that it does.
+"""Verify: every tensor has a layout that it can have, every collective one that it does.
 
 What a collective does to the layout along its axis, or alike along several (all others stay as
 they are):

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mpiflow.errors import VerifyError
-from mpiflow.plan.marked import Step
+from mpiflow.plan.marked import Step, Use
 from mpiflow.plan.places import AHEAD, workspace_space
-from mpiflow.plan.records import WRITE, Plan, Program, Variable
+from mpiflow.plan.records import WRITE, Variable
+from mpiflow.plan.registers import outliving
 from mpiflow.plan.seats import seats
 from mpiflow.plan.verify_layout import label
-from mpiflow.plan.walk import Order, Use
+from mpiflow.plan.walk import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,45 +52,6 @@ def check_memory(variables: Iterable[Variable], step: Step) -> None:
     _sweep([piece for piece in pieces if piece.start < piece.stop], step, order)
 
 
-def check_between(plan: Plan) -> None:
-    """Memory that reads and writes touch outlives a step: no other program may use it.
-
-    A sweep over each arena: of each program the piece that reaches furthest is enough to compare.
-    """
-    spans = sorted(
-        span for program in plan.programs for span in _spans(program) if span[0] < span[1]
-    )
-    furthest: dict[tuple[str, str, bool], tuple[int, str]] = {}
-    for start, stop, program, name, lasting, space in spans:
-        for (beside, other, other_lasts), (end, other_name) in furthest.items():
-            if beside != space or other == program or not (lasting or other_lasts):
-                continue
-            if end > start:
-                first, second = (name, other_name) if lasting else (other_name, name)
-                raise VerifyError(
-                    f"{first} of program {program if lasting else other} is filled or stored"
-                    f" beside the steps of other programs, and shares bytes [{start}, "
-                    f"{min(end, stop)}) with {second} of program {other if lasting else program}"
-                )
-        key = (space, program, lasting)
-        furthest[key] = max(furthest.get(key, (0, "")), (stop, name))
-
-
-def _spans(program: Program) -> list[tuple[int, int, str, str, bool, str]]:
-    """Start, stop, program, name of all memory of a program, if it outlives a step, its space."""
-    lasting = {n for t in program.tasks if t.stream in AHEAD for n in t.outputs}
-    lasting |= {n for t in program.tasks if t.stream == WRITE for n in t.inputs}
-    spans = [
-        (r.offset, r.offset + r.nbytes * r.slots, program.name, r.name, r.name in lasting, r.space)
-        for r in program.registers
-    ]
-    return spans + [
-        (task.workspace[0], sum(task.workspace), program.name, f"the workspace of {task.name}",
-         False, workspace_space(task.route))
-        for task in program.tasks
-    ]  # fmt: skip
-
-
 def _of_variables(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
     places = {v.name: (f"variable {v.name}", v.space, v.offset, v.offset + v.nbytes)
               for v in variables}  # fmt: skip
@@ -109,11 +71,10 @@ def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
     """A piece for each micro-batch that has a register of its own; what is read ahead is one."""
     lasting = {output.register for output in step.program.outputs}
     names, seated = {variable.name for variable in variables}, seats(step.program)
+    outlives = outliving(step.tasks)
     for r in step.program.registers:
-        maker = step.makers[r.name]
-        tasks = (maker, *step.users.get(r.name, ()))
-        ahead = step.tasks[maker].stream in AHEAD
-        parts = step.in_parts(r.name) and not ahead
+        maker, alone = step.makers[r.name], r.name in outlives
+        parts = step.in_parts(r.name) and not alone
         for micro in range(step.count) if parts else (0,):
             slot, slots = (micro % r.slots, 1) if r.rewound else (0, r.slots)
             if r.pool:
@@ -122,10 +83,9 @@ def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
             yield Piece(
                 f"register {r.name}" + f" of micro-batch {micro + 1}" * parts,
                 r.space, start, start + slots * r.nbytes, step.number(maker, micro),
-                _uses(step, tasks, micro if parts else None), (r.name, micro),
-                (r.aliases, micro if step.in_parts(r.aliases) else 0),
-                alone=ahead or any(step.tasks[i].stream == WRITE for i in tasks),
-                lasting=r.name in lasting or r.aliases in names,
+                _uses(step, (maker, *step.users.get(r.name, ())), micro if parts else -1),
+                (r.name, micro), (r.aliases, micro if step.in_parts(r.aliases) else 0),
+                alone=alone, lasting=r.name in lasting or r.aliases in names,
             )  # fmt: skip
 
 
@@ -137,12 +97,11 @@ def _of_work(step: Step) -> Iterator[Piece]:
             yield Piece(what, *span, step.number(i, micro), _uses(step, (i,), micro), alone=alone)
 
 
-def _uses(step: Step, tasks: Iterable[int], micro: int | None = None) -> tuple[Use, ...]:
-    """The last firings of tasks on each stream, for one micro-batch or all."""
+def _uses(step: Step, tasks: Iterable[int], micro: int = -1) -> tuple[Use, ...]:
+    """The last firings of tasks on each stream, for one micro-batch or, with -1, all."""
     uses: dict[int, int] = {}
-    for i in tasks:
-        number = step.last(i) if micro is None else step.number(i, micro)
-        uses[step.stream[i]] = max(uses.get(step.stream[i], -1), number)
+    for stream, number in (step.use(i, micro) for i in tasks):
+        uses[stream] = max(uses.get(stream, -1), number)
     return tuple(uses.items())
 
 
@@ -176,27 +135,24 @@ def _compare(a: Piece, b: Piece, step: Step, order: Order) -> None:
     ]
     if not (alone or kept or late or a.first == b.first):
         return
-    writer, program = step.label(b.first), f"program {step.program.name}"
-    shared = f"{program}: {a.what} and {b.what} share bytes" + (
-        f" {max(a.start, b.start)}..{min(a.stop, b.stop)}"
-    )
+    writer, program = step.label(b.first), f"program {step.program.name}: "
+    shared = f"{a.what} and {b.what} share bytes {max(a.start, b.start)}..{min(a.stop, b.stop)}"
     users = [step.label(p.first) for p in (a, b) if p.first >= 0]
+    user = step.label(max(late, key=order.place.__getitem__)) if late else ""
     if kept and a.what == b.what:
-        raise VerifyError(f"{program}: {a.what} is written by {' and by '.join(users)}; one may")
-    if alone:
-        raise VerifyError(
-            f"{shared} (written by {' and '.join(users)}), but {(a if a.alone else b).what} is in"
-            " use beyond the step and keeps its memory to itself"
-        )
-    if a.first == b.first:
-        raise VerifyError(f"{shared}: {writer} uses both at once")
-    if kept:
-        raise VerifyError(
-            f"{shared}: {writer} overwrites {a.what}, which is needed until the step ends"
-        )
-    user = step.label(max(late, key=order.place.__getitem__))
-    if update:
-        raise VerifyError(f"{program}: {a.what} may be overwritten by {writer} before {user} has"
-                          " read it; nothing orders the two")  # fmt: skip
-    who = "it" if user == writer else user
-    raise VerifyError(f"{shared}: {writer} may write {b.what} while {who} still uses {a.what}")
+        why = f"{a.what} is written by {' and by '.join(users)}; one may"
+    elif alone:
+        keeps = (a if a.alone else b).what
+        why = (f"{shared} (written by {' and '.join(users)}), but {keeps} is in use beyond the step"
+               " and keeps its memory to itself")  # fmt: skip
+    elif a.first == b.first:
+        why = f"{shared}: {writer} uses both at once"
+    elif kept:
+        why = f"{shared}: {writer} overwrites {a.what}, which is needed until the step ends"
+    elif update:
+        why = (f"{a.what} may be overwritten by {writer} before {user} has read it; nothing orders"
+               " the two")  # fmt: skip
+    else:
+        who = "it" if user == writer else user
+        why = f"{shared}: {writer} may write {b.what} while {who} still uses {a.what}"
+    raise VerifyError(program + why)

@@ -1,4 +1,4 @@
-"""Verify, part five: every compute task is an op that is here, unchanged, and fits its tensors."""
+"""Verify: every compute task is an op that is here, unchanged, and fits its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify, part five: the loops over micro-batches are loops, and mean the same on every rank.
+"""Verify: the loops over micro-batches are loops, and mean the same on every rank.
 
 An odd phase is a loop. Its tasks handle one micro-batch at a time, and only what gathers over the
 micro-batches outlives a turn; a task of an even phase fires once, and sees no part of a batch.

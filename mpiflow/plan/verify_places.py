@@ -1,4 +1,4 @@
-"""Verify, part nine: every task finds what it works on in memory that it can reach.
+"""Verify: every task finds what it works on in memory that it can reach.
 
     compute          memory of the device
     read, write      pinned memory, which the host reaches

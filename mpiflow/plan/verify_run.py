@@ -1,4 +1,4 @@
-"""Verify, part four: a run finds in the plan what it takes for granted.
+"""Verify: a run finds in the plan what it takes for granted.
 
 The other parts prove that each program is sound. A run moreover needs the programs themselves,
 data that can be cut into their batches, and a name that is that of a folder; a plan is a file, and

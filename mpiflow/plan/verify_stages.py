@@ -1,4 +1,4 @@
-"""Verify, part seven: pipeline stages fit together.
+"""Verify: pipeline stages fit together.
 
 Each stage is proven as a plan of its own. What is left: they do the same steps, every message that
 one sends another receives, as what it is, and all of them together come to the end of a step even

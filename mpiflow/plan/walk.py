@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpiflow.errors import VerifyError
-from mpiflow.plan.marked import Firing, Step
+from mpiflow.plan.marked import Firing, Step, Use
 from mpiflow.plan.records import RECEIVE, SEND
 
 Node = tuple[int, int]
@@ -33,7 +33,7 @@ class Walk:
             for stream in range(len(step.streams))
         }
         self._ends = _ends(steps) if len(steps) > 1 else {}
-        self._came: set[tuple[int, int]] = set()  # lane and number of ends that wait for the other
+        self._came: set[tuple[int, int]] = set()  # lane and number of ends that need only the other
         self._heads: dict[Node, Firing] = {}
         self._waiting: dict[Node, set[Node]] = {}
 
@@ -44,74 +44,55 @@ class Walk:
         """
         ready = deque(self._queues)
         while ready:
-            node = ready.popleft()
-            before = self.done[node[0]][node[1]]
-            yield from self._advance(node, ready)
-            if self.done[node[0]][node[1]] != before:
+            lane, stream = node = ready.popleft()
+            while firing := self._heads.get(node) or next(self._queues[node], None):
+                self._heads[node] = firing
+                if unmet := next(self._unmet(lane, firing), None):
+                    self._waiting.setdefault(unmet[0], set()).add(node)
+                    break
+                self.done[lane][stream] = firing.number
+                yield self._heads.pop(node)
                 ready.extend(self._waiting.pop(node, ()))
         if self._heads:
             raise VerifyError(self._stuck())
 
-    def _advance(self, node: Node, ready: deque[Node]) -> Iterator[Firing]:
-        """Fire along a stream up to the first firing that has to wait."""
-        lane, stream = node
-        step, done, queue = self.steps[lane], self.done[lane], self._queues[node]
-        firing = self._heads.pop(node, None) or next(queue, None)
-        while firing is not None:
-            for other, number, _ in step.before(firing):
-                if done[other] < number:
-                    self._heads[node] = firing
-                    self._waiting.setdefault((lane, other), set()).add(node)
-                    return
-            if (lane, firing.task) in self._ends and not self._meets(lane, firing, ready):
-                self._heads[node] = firing
-                return
-            done[stream] = firing.number
-            yield firing
-            firing = next(queue, None)
+    def _unmet(self, lane: int, firing: Firing) -> Iterator[Arc]:
+        """What a firing waits for still; once that is nothing else, the other end of its message.
 
-    def _other_end(self, lane: int, firing: Firing) -> tuple[Node, int]:
-        other, task = self._ends[lane, firing.task]
-        step = self.steps[other]
-        return (other, step.stream[task]), step.number(task, firing.micro)
-
-    def _meets(self, lane: int, firing: Firing, ready: deque[Node]) -> bool:
-        """Whether the other end of a message is there, or was; the second to come wakes it."""
-        node, number = self._other_end(lane, firing)
-        if self.done[node[0]][node[1]] >= number:
-            return True
-        if (node[0], number) in self._came:
-            ready.append(node)
-            return True
-        self._came.add((lane, firing.number))
-        return False
+        The second end to come fires, which wakes the first.
+        """
+        step, done, free = self.steps[lane], self.done[lane], True
+        for task, micro, why in step.before(firing):
+            stream, number = step.use(task, micro)
+            if done[stream] < number:
+                yield (lane, stream), number, why
+                free = False
+        if free and (lane, firing.task) in self._ends:
+            self._came.add((lane, firing.number))
+            other, task = self._ends[lane, firing.task]
+            stream, number = self.steps[other].use(task, firing.micro)
+            if self.done[other][stream] < number and (other, number) not in self._came:
+                yield (other, stream), number, "to meet it: messages are not buffered"
 
     def _stuck(self) -> str:
         """The shortest circle of streams, of which each waits at its head for the next."""
-        arcs = {node: list(self._unmet(node[0], head)) for node, head in self._heads.items()}
-        lines = []
+        heads = sorted(self._heads.items())
+        arcs = {node: list(self._unmet(node[0], head)) for node, head in heads}
         circles = (circle for node in arcs if (circle := _circle(node, arcs)))
+        chain: list[tuple[str, str]] = []  # firings, of which each waits for the next, and why
         for node, (other, number, why) in min(circles, key=len):
-            ends = (node, self._heads[node].number), (other, number)
-            lines.append(self._line(*ends, why))
+            chain.append((self._named(node, self._heads[node].number), why))
             if number != self._heads[other].number:
-                order = f"by the order of stream {self.steps[other[0]].streams[other[1]]}"
-                lines.append(self._line(ends[1], (other, self._heads[other].number), order))
+                stream = self.steps[other[0]].streams[other[1]]
+                chain.append((self._named(other, number), f"by the order of stream {stream}"))
+        lines = [
+            f"  {name} waits for {wanted} ({why})"
+            for (name, why), (wanted, _) in zip(chain, chain[1:] + chain[:1], strict=True)
+        ]
         text = f"{len(lines)} tasks wait for each other"
         if len(lines) > 12:
             lines[6:-5] = [f"  ... and {len(lines) - 11} more ..."]
         return "\n".join([f"program {self.steps[0].program.name} would hang: {text}", *lines])
-
-    def _unmet(self, lane: int, head: Firing) -> Iterator[Arc]:
-        """What the head of a stream waits for."""
-        for stream, number, why in self.steps[lane].before(head):
-            if self.done[lane][stream] < number:
-                yield (lane, stream), number, why
-        if (lane, head.number) in self._came:
-            yield *self._other_end(lane, head), "to meet it: messages are not buffered"
-
-    def _line(self, waiting: tuple[Node, int], wanted: tuple[Node, int], why: str) -> str:
-        return f"  {self._named(*waiting)} waits for {self._named(*wanted)} ({why})"
 
     def _named(self, node: Node, number: int) -> str:
         step = self.steps[node[0]]
@@ -120,17 +101,16 @@ class Walk:
 
 
 def _ends(steps: Sequence[Step]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Of each send or receive, by its lane and task, the other end of its message, if any."""
-    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    """Of each send and receive, by its lane and task, the other end of its message, if any."""
+    messages: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for lane, step in enumerate(steps):
         for i, task in enumerate(step.tasks):
             if task.kind in (SEND, RECEIVE):
                 stages = step.program.stage, task.attributes["stage"]
                 ends = stages if task.kind == SEND else stages[::-1]
-                found[*ends, task.attributes["message"], task.kind] = lane, i
-    other = {SEND: RECEIVE, RECEIVE: SEND}
-    pairs = ((end, found.get((*key[:-1], other[key[-1]]))) for key, end in found.items())
-    return {end: peer for end, peer in pairs if peer is not None}
+                messages.setdefault((*ends, task.attributes["message"]), []).append((lane, i))
+    both = [ends for ends in messages.values() if len(ends) == 2]
+    return {ends[i]: ends[1 - i] for ends in both for i in (0, 1)}
 
 
 def _circle(start: Node, arcs: dict[Node, list[Arc]]) -> list[tuple[Node, Arc]]:
@@ -149,10 +129,6 @@ def _circle(start: Node, arcs: dict[Node, list[Arc]]) -> list[tuple[Node, Arc]]:
     return []
 
 
-Use = tuple[int, int]
-"""A stream, and the number of a firing on it."""
-
-
 class Order:
     """What happens before what in a step; VerifyError where it would not come to its end.
 
@@ -168,7 +144,8 @@ class Order:
         for place, firing in enumerate(Walk([step]).run()):
             stream = step.stream[firing.task]
             clock = latest[stream]
-            for other, number, _ in step.before(firing):
+            for task, micro, _ in step.before(firing):
+                other, number = step.use(task, micro)
                 if other != stream and clock[other] < number:
                     merged = list(map(max, clock, self._over[number]))
                     merged[other] = number

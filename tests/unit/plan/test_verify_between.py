@@ -8,7 +8,7 @@ from mpiflow.errors import VerifyError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B
 from mpiflow.plan.records import Program, Register, Task
-from mpiflow.plan.verify_memory import check_between
+from mpiflow.plan.verify_between import check_between
 
 
 class Programs:
