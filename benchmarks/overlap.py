@@ -1,8 +1,9 @@
 """How much of the communication of a step is hidden behind its kernels.
 
-    python benchmarks/two_hosts.py python benchmarks/overlap.py [mlp|resnet] [ROUNDS]
+    python benchmarks/two_hosts.py mpiflow calibrate -o two.toml
+    python benchmarks/two_hosts.py python benchmarks/overlap.py two.toml [mlp|resnet] [ROUNDS]
 
-Of one bound plan on two ranks, by turns: its whole steps, steps without messages, and steps without
+Of one bound plan on two ranks, by turns: a whole step, one without messages, and one without
 kernels; hidden = (compute + communication - step) / the shorter of the two, of the medians. Prints
 the figures of the slower rank. Run it with one core for each rank, on two hosts, real or emulated.
 """
@@ -24,6 +25,7 @@ from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
 from mpiflow.exec.lanes import KernelLane, MessageLane
 from mpiflow.exec.launch import connect
+from mpiflow.exec.segments import Segment
 from mpiflow.exec.session import Session
 from mpiflow.graph.mesh import Mesh
 from mpiflow.plan.records import DataSet, Field
@@ -62,13 +64,13 @@ def resnet(batch):
 MODELS = {"mlp": (mlp, MLP_BATCH, WIDTH), "resnet": (resnet, RESNET_BATCH, 3 * IMAGE * IMAGE)}
 
 
-def plan_of(name: str, ranks: int):
+def plan_of(name: str, machine: str, ranks: int):
     model, batch, features = MODELS[name]
     field = (Field("x", (features,), "float32"),)
     spec = mf.Dataset("none", batch=batch)
     job = mf.Job(name, model, train=spec, optimizer=mf.SGD(lr=1e-3))
     data = {"train": DataSet("train", "none", field, (), batch, batch, False, 0, 1, 1, "")}
-    return compile_job(job, data, Target(Mesh((("data", ranks),)), find_machine("cpu")))
+    return compile_job(job, data, Target(Mesh((("data", ranks),)), find_machine(machine)))
 
 
 class Nothing:
@@ -81,51 +83,49 @@ class Nothing:
         return True
 
 
-def without_messages(lane):
-    if isinstance(lane, MessageLane):
-        lane._messages = (Nothing(),) * lane.count
+class Change:
+    """What the lanes of a program do as planned, and instead of it; memory is the same."""
+
+    def __init__(self, session: Session) -> None:
+        lanes = [lane for step in session._programs["train"].steps for lane in step.lanes]
+        self.messages = [lane for lane in lanes if isinstance(lane, MessageLane)]
+        self.kernels = [lane for lane in lanes if isinstance(lane, KernelLane)]
+        self.sent = [lane._messages for lane in self.messages]
+        self.run = [lane.segments for lane in self.kernels]
+        self.none = [tuple(map(_without_kernels, segments)) for segments in self.run]
+
+    def to(self, *, messages: bool, kernels: bool) -> None:
+        for lane, sent in zip(self.messages, self.sent, strict=True):
+            lane._messages = sent if messages else (Nothing(),) * len(sent)
+        for lane, run, none in zip(self.kernels, self.run, self.none, strict=True):
+            lane.segments = run if kernels else none
 
 
-def without_kernels(lane):
-    if isinstance(lane, KernelLane):
-        lane.segments = tuple(
-            replace(s, calls=tuple(map(_give_back, s.calls, s.tasks, (None, *s.tasks))))
-            for s in lane.segments
-        )
+def _without_kernels(segment: Segment) -> Segment:
+    """The calls that give back what was read, without the first of each task: its kernel."""
+    firsts = zip(segment.calls, segment.tasks, (None, *segment.tasks), strict=False)
+    return replace(segment, calls=tuple(c if task is before else int for c, task, before in firsts))
 
 
-def _give_back(call, task, before):
-    """The call, if it is not the first of its task, which is the kernel."""
-    return call if task is before else int
+WAYS = (("step", True, True), ("compute", False, True), ("communication", True, False))
 
 
-def sessions(plan, transport):
-    """The plan bound three times: whole, without messages, without kernels."""
-    for change in (None, without_messages, without_kernels):
-        session = Session(plan, transport, {"train": Random()})
-        session.run("initialise")
-        if change:
-            for step in session._programs["train"].steps:
-                for lane in step.lanes:
-                    change(lane)
-        yield session
-
-
-def main(name: str, rounds: int) -> None:
+def main(machine: str, name: str = "mlp", rounds: str = "20") -> None:
     transport = connect()
-    plan = plan_of(name, transport.size)
-    made = list(sessions(plan, transport))
-    seconds: list[list[float]] = [[], [], []]
-    for session in made:
-        session.expect("train", range(WARM + rounds))
-    for step in range(WARM + rounds):
-        for found, session in zip(seconds, made, strict=True):
-            transport.barrier().wait()
-            began = time.perf_counter()
-            session.run("train", step)
-            if step >= WARM:
-                found.append(time.perf_counter() - began)
-    medians = [statistics.median(found) for found in seconds]
+    plan = plan_of(name, machine, transport.size)
+    session = Session(plan, transport, {"train": Random()})
+    session.run("initialise")
+    change, steps = Change(session), (WARM + int(rounds)) * len(WAYS)
+    session.expect("train", range(steps))
+    seconds: dict[str, list[float]] = {way: [] for way, _, _ in WAYS}
+    for step in range(steps):
+        way, messages, kernels = WAYS[step % len(WAYS)]
+        change.to(messages=messages, kernels=kernels)
+        transport.barrier().wait()
+        began = time.perf_counter()
+        session.run("train", step)
+        seconds[way].append(time.perf_counter() - began)
+    medians = [statistics.median(found[WARM:]) for found in seconds.values()]
     everyone = [json.loads(data) for data in transport.all_gather(json.dumps(medians).encode())]
     if transport.rank == 0:
         whole, compute, messages = (max(values) for values in zip(*everyone, strict=True))
@@ -134,10 +134,9 @@ def main(name: str, rounds: int) -> None:
         print(f"{name}: {len(buckets)} collectives, {sum(t.nbytes for t in buckets):,} bytes")
         print(f"step {whole * 1e3:.1f} ms, compute {compute * 1e3:.1f} ms, communication"
               f" {messages * 1e3:.1f} ms: {hidden:.0%} of the shorter is hidden")  # fmt: skip
-    for session in made:
-        session.close()
+    session.close()
     transport.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "mlp", int((sys.argv[2:] or ["20"])[0]))
+    main(*sys.argv[1:])

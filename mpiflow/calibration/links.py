@@ -13,7 +13,9 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +23,8 @@ import numpy as np
 from mpiflow.calibration.fit import Fit, fit_curve, fit_line, fit_of
 from mpiflow.compiler.machine import Link, Measured
 from mpiflow.errors import TaskError
+from mpiflow.exec.engine import LONGEST_SLEEP_SECONDS, Bell
+from mpiflow.exec.segments import HostStream, Segment
 from mpiflow.exec.transport import Group, Start, Transport
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -30,7 +34,10 @@ QUICK_SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 _TURNS, _MOST_ROUNDS = 5, 20
 _SWEEP_SECONDS = 0.03
 """What the calls of one size may take in a sweep, if more than one round fits."""
-_OVERLAP_BYTES = 1 << 20
+_OVERLAP_BYTES = 8 << 20
+_MOST_KERNELS = 10_000
+_HIDDEN = 0.5
+"""From which part on messages count as hidden."""
 _FEWEST_SWEEPS, _MOST_SWEEPS = 2, 10
 
 
@@ -115,32 +122,60 @@ def _time(transport: Transport, group: Group, start: Start) -> float:
 
 
 def measure_overlap(transport: Transport, hosts: Sequence[Sequence[int]]) -> bool:
-    """Collective. Whether an all_reduce progresses while the ranks compute, for once and for long.
+    """Collective. Whether an all_reduce hides beside kernels; between hosts, if there are several.
 
-    If it does, little of it is left to wait for after twice its time; else nearly all of it.
+    As in a step, kernels run on a thread of their own, and this one looks at the message at times.
+    Hidden is what both take alone less what they take side by side, as part of what is shorter.
     """
     ways = partitions(hosts)
-    way = (ways["inner"] or ways["outer"])[0]
+    way = (ways["outer"] or ways["inner"])[0]
     members = next(group for group in way if transport.rank in group)
     group = transport.group(tuple(members), "calibrate overlap")
     start = _bind(group, "all_reduce", _OVERLAP_BYTES)
-    alone = max(_everyone(transport, min(_round(transport, start) for _ in range(_MOST_ROUNDS))))
-    left = [_left_after(transport, start, 2 * alone) for _ in range(_MOST_ROUNDS)]
-    waited = max(_everyone(transport, min(left) if group.size > 1 else 0.0))
-    return waited < alone / 2
+    alone = max(_everyone(transport, _round(transport, start)))
+    beside = _Beside(transport)
+    try:
+        hidden = [beside.hidden(start, alone) for _ in range(_TURNS)]
+    finally:
+        beside.close()
+    everyone = _everyone(transport, statistics.median(hidden) if group.size > 1 else 1.0)
+    return min(everyone) > _HIDDEN
 
 
-def _left_after(transport: Transport, start: Start, seconds: float) -> float:
-    """Collective. How long an exchange takes on after so long a computation beside it."""
-    matrix = np.full((64, 64), 0.5, np.float32)
-    product = np.empty_like(matrix)
-    transport.barrier().wait(transport.check)
-    request = start()
-    ends = time.perf_counter() + seconds
-    while (began := time.perf_counter()) < ends:
-        np.matmul(matrix, matrix, out=product)
-    request.wait(transport.check)
-    return time.perf_counter() - began
+class _Beside:
+    """Kernels on a stream, and a message that is looked at while they run."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._bell = Bell()
+        self._stream = HostStream("calibrate", nullcontext, self._bell.ring)
+        matrix = np.full((256, 256), 0.5, np.float32)
+        self._kernel = partial(np.matmul, matrix, matrix, out=np.empty_like(matrix))
+
+    def hidden(self, start: Start, seconds: float) -> float:
+        """Collective. What part is hidden of a message that takes so long alone."""
+        began = time.perf_counter()
+        self._kernel()
+        count = math.ceil(2 * seconds / max(time.perf_counter() - began, 1e-6))
+        most = round(max(_everyone(self._transport, count)))
+        calls = (self._kernel,) * min(most, _MOST_KERNELS)
+        segment = Segment(calls, (), awaited=True)
+        kernels, both = self._took(segment, None), self._took(segment, start)
+        return (kernels + seconds - both) / min(kernels, seconds)
+
+    def _took(self, segment: Segment, start: Start | None) -> float:
+        """Collective. The seconds of the kernels, and of the message beside them."""
+        self._transport.barrier().wait(self._transport.check)
+        began, last = time.perf_counter(), self._stream.done + 1
+        under_way = [start()] if start is not None else []
+        self._stream.submit(segment)
+        while under_way or self._stream.done < last:
+            self._bell.wait(LONGEST_SLEEP_SECONDS)
+            under_way = [request for request in under_way if not request.test()]
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def _round(transport: Transport, start: Start) -> float:

@@ -20,12 +20,12 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.memory import Packed, plan_memory
 from mpiflow.compiler.pace import pace
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline, with_slots
-from mpiflow.compiler.schedule import schedule_together
+from mpiflow.compiler.schedule import hastened, schedule_together
 from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
 from mpiflow.plan.places import ACCELERATOR, HOST, arena_names
-from mpiflow.plan.records import Plan, Program, Variable
+from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Variable
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.traffic import firing_bytes
@@ -133,6 +133,8 @@ def _fewer(program: Program, variables: Variables, target: Target, observe: Obse
     observe("fuse", program.name, program)
     inside = target.mesh.within_stage(program.stage)
     program = bucket(program, inside, target.machine, variables.values())
+    if target.machine.overlap and not any(t.kind in (SEND, RECEIVE) for t in program.tasks):
+        program = hastened(program)
     observe("bucket", program.name, program)
     if target.device == ACCELERATOR:
         mesh = inside.in_time(program.micro_batches)

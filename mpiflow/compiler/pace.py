@@ -11,7 +11,7 @@ memory of all that was sent could not be used again, as nobody would have seen t
     compute    [ grads 0 ][ grads 1 ][ grads 2 ]     waits for scatter 0 before it makes grads 2
     scatter               [ 0 ]      [ 1 ]
 
-So in either case there are two at a time, and a stream only waits where the other is slower.
+So of either kind there are two at a time, and a stream only waits where the other is slower.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ def _waits(program: Program, variables: Set[str]) -> _Extra:
         if task.stream == COMPUTE:
             readers.update(dict.fromkeys(task.inputs, i))
     computed = [i for i, task in enumerate(tasks) if task.stream == COMPUTE]
-    streams: dict[tuple[str, int, int], list[Task]] = {}
+    streams: dict[tuple[str, str, int, int], list[Task]] = {}
     for task in tasks:
         updates = task.op == "all_gather" and not variables.isdisjoint(task.outputs)
         if task.op == "reduce_scatter" or updates:
-            streams.setdefault((task.stream, *part_of(task)), []).append(task)
+            streams.setdefault((task.stream, task.op, *part_of(task)), []).append(task)
     extra: _Extra = {}
     for messages in streams.values():
         for message, second in pairwise(sorted(messages, key=lambda t: ready[t.name])):

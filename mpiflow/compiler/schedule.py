@@ -6,6 +6,9 @@ What each stream did is recorded, and that is the static order. A stream ends a 
 or a segment of its last loop, before it begins the next; a loop over micro-batches is run once, as
 all its turns are alike. Pipeline stages run together: what one receives another has sent, each in
 the order of the messages.
+
+The same clock says before that where kernels stand in the program if what is exchanged behind them
+is to go on beside others (early.py).
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from mpiflow.plan.records import RECEIVE, SEND, Program, Task
+from mpiflow.compiler.early import Early, beside, exchanged
+from mpiflow.plan.records import COMPUTE, RECEIVE, SEND, Program, Task
 
 
 def schedule(program: Program) -> Program:
@@ -25,49 +29,104 @@ def schedule(program: Program) -> Program:
 
 def schedule_together(programs: Sequence[Program]) -> list[Program]:
     """The programs of all stages of a step, with the order of every stream."""
-    tasks = [task for program in programs for task in program.tasks]
-    needs = _needs(programs)
-    followers: list[list[int]] = [[] for _ in tasks]
-    for i, sources in enumerate(needs):
-        for source in sources:
-            followers[source].append(i)
+    return _ordered(programs, _Clock(programs).run())
 
-    owners = [stage for stage, program in enumerate(programs) for _ in program.tasks]
-    streams = [(stage, task.stream) for stage, task in zip(owners, tasks, strict=True)]
-    phases = _phases(tasks, streams)
-    ready: dict[Stream, list[int]] = {stream: [] for stream in phases}
-    order: dict[Stream, list[int]] = {stream: [] for stream in phases}
-    missing = [len(sources) for sources in needs]
-    for i, count in enumerate(missing):
-        if not count:
-            heapq.heappush(ready[streams[i]], i)
-    running: list[tuple[float, int]] = []
-    busy: set[Stream] = set()
-    now = 0.0
-    while True:
-        for stream, waiting in ready.items():
-            if stream not in busy and (i := _first(tasks, waiting, phases[stream])) >= 0:
-                heapq.heappop(waiting)
-                phases[stream].pop()
-                busy.add(stream)
-                order[stream].append(i)
-                heapq.heappush(running, (now + tasks[i].seconds, i))
-        if not running:
-            break
-        now, done = heapq.heappop(running)
-        busy.remove(streams[done])
-        for follower in followers[done]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(ready[streams[follower]], follower)
-    fired = sum(map(len, order.values()))
-    names = programs[0].name
-    assert fired == len(tasks), f"{len(tasks) - fired} tasks of {names} never became ready"
-    return _ordered(programs, order)
+
+def hastened(program: Program) -> Program:
+    """With kernels listed as early as what others wait for asks; for a program of one stage."""
+    program = beside(program)
+    clock = _Clock([program])
+    clock.hasten()
+    return beside(program, clock.run()[0, COMPUTE])
+
+
+class _Clock:
+    """Fires the tasks of all stages as streams become free."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = programs
+        self.tasks = [task for program in programs for task in program.tasks]
+        self.needs = _needs(programs)
+        self.followers: list[list[int]] = [[] for _ in self.tasks]
+        for i, sources in enumerate(self.needs):
+            for source in sources:
+                self.followers[source].append(i)
+        owners = [stage for stage, program in enumerate(programs) for _ in program.tasks]
+        self.streams = [(s, task.stream) for s, task in zip(owners, self.tasks, strict=True)]
+        self.phases = _phases(self.tasks, self.streams)
+        self.ready: dict[Stream, list[Turn]] = {stream: [] for stream in self.phases}
+        self.fired = [False] * len(self.tasks)
+        self.missing = [len(sources) for sources in self.needs]
+        self.urgent: set[int] = set()
+        self.early: Early | None = None
+
+    def hasten(self) -> None:
+        """Let what others wait for go first."""
+        registers = [frozenset(r.name for r in program.registers) for program in self.programs]
+        of_task = [r for r, p in zip(registers, self.programs, strict=True) for _ in p.tasks]
+        self.urgent = exchanged(self.tasks, self.followers)
+        self.early = Early(self.tasks, self.needs, self.followers, of_task)
+
+    def run(self) -> dict[Stream, list[int]]:
+        """What each stream did, in order."""
+        order: dict[Stream, list[int]] = {stream: [] for stream in self.phases}
+        for i, count in enumerate(self.missing):
+            if not count:
+                self._push(i)
+        count, busy, now = len(self.tasks), set[Stream](), 0.0
+        events: list[tuple[float, int]] = []  # ends of tasks, and then when exchanges are over
+        while True:
+            for stream in self.phases:
+                if stream not in busy and (i := self._next(stream)) >= 0:
+                    busy.add(stream)
+                    order[stream].append(i)
+                    heapq.heappush(events, (now + self.tasks[i].seconds, i))
+            if not events:
+                break
+            now, event = heapq.heappop(events)
+            if event >= count:
+                if self.early is not None:
+                    self.early.over(event - count, self._promote)
+                continue
+            busy.remove(self.streams[event])
+            if self.early is not None and event in self.early.seconds:
+                heapq.heappush(events, (now + self.early.seconds[event], event + count))
+            for follower in self.followers[event]:
+                self.missing[follower] -= 1
+                if not self.missing[follower]:
+                    self._push(follower)
+        late = self.fired.count(False)
+        assert not late, f"{late} tasks of {self.programs[0].name} never became ready"
+        return order
+
+    def _push(self, i: int) -> None:
+        task = self.tasks[i]
+        turn = task.phase, task.segment, i not in self.urgent, i
+        heapq.heappush(self.ready[self.streams[i]], turn)
+
+    def _promote(self, i: int) -> None:
+        """Let a kernel come before all others of its part of the step."""
+        self.urgent.add(i)
+        if not self.missing[i] and not self.fired[i]:
+            self._push(i)
+
+    def _next(self, stream: Stream) -> int:
+        """The ready task whose turn it is, which fires now; -1 if there is none."""
+        ready, phases = self.ready[stream], self.phases[stream]
+        while ready and self.fired[ready[0][-1]]:
+            heapq.heappop(ready)
+        if not ready or ready[0][:2] != phases[-1]:
+            return -1
+        i = heapq.heappop(ready)[-1]
+        phases.pop()
+        self.fired[i] = True
+        return i
 
 
 Stream = tuple[int, str]
 """A stream of a stage."""
+Turn = tuple[int, int, bool, int]
+"""Phase and segment of a task that is ready, whether it may wait for others, and its place."""
 
 
 def _needs(programs: Sequence[Program]) -> list[list[int]]:
@@ -123,11 +182,3 @@ def _phases(tasks: list[Task], streams: list[Stream]) -> dict[Stream, list[tuple
     for task, stream in zip(tasks, streams, strict=True):
         found.setdefault(stream, []).append((task.phase, task.segment))
     return {stream: sorted(phases, reverse=True) for stream, phases in found.items()}
-
-
-def _first(tasks: list[Task], ready: list[int], phases: list[tuple[int, int]]) -> int:
-    """The ready task whose turn it is, -1 if there is none."""
-    if not ready:
-        return -1
-    task = tasks[ready[0]]
-    return ready[0] if (task.phase, task.segment) == phases[-1] else -1

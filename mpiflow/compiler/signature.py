@@ -37,7 +37,8 @@ from mpiflow.graph.tensor import Tensor
 _EXPOSED = 0.3
 """The share that counts of a conversion nobody waits for soon: gradients, and scalar outputs.
 
-They are fused into few messages, and hide behind the backward pass.
+They are fused into few messages, and hide behind the backward pass. What the optimizer keeps is
+not among them: to gather that, only to update all of a weight everywhere, is never worth it.
 """
 
 
@@ -167,6 +168,7 @@ class _Pricing:
         self.graph, self.mesh, self.timing = choices.graph, choices.mesh, choices.timing
         # A mean is summed over the ranks before it is scaled, so that a count is exact on any.
         self.values = {*self.graph.assigns.values(), *self.graph.outputs.values()}
+        self.variables = {variable.tensor for variable in self.graph.variables.values()}
         self.domains: list[list[Choice]] = []
         # Repeated layers ask the same again: domains by (op, shapes, dtypes), prices beside them.
         self.known: dict[Any, tuple[list[Choice], Table]] = {}
@@ -262,8 +264,8 @@ class _Pricing:
 
     def _input_edges(self, index: int, node: Node) -> None:
         updates = node in self.graph.updates or not self.values.isdisjoint(node.outputs)
-        share = _EXPOSED if updates else 1.0
         for i, tensor in enumerate(node.inputs):
+            share = _EXPOSED if updates and tensor not in self.variables else 1.0
             edge = Edge(tensor, index, i, share)
             self.edges.append(edge)
             self._add_pair(self.position[tensor][0], index, self._table(edge))

@@ -19,7 +19,8 @@ from mpiflow.exec.transport import Transport
 _SPIN_SECONDS = 50e-6
 _YIELD_SECONDS = 1e-3
 _SHORTEST_SLEEP_SECONDS = 50e-6
-_LONGEST_SLEEP_SECONDS = 200e-6
+LONGEST_SLEEP_SECONDS = 200e-6
+"""How often what is in flight is looked at beside kernels."""
 _CHECK_SECONDS = 0.05
 """How often `check` is called where nothing happens."""
 
@@ -42,9 +43,9 @@ class Bell:
         except RuntimeError:  # it is not held: the bell has rung before
             return
 
-    def wait(self, seconds: float) -> None:
-        """Until it rings, or for so long."""
-        self._lock.acquire(timeout=seconds)
+    def wait(self, seconds: float) -> bool:
+        """Until it rings, or for so long; whether it has rung."""
+        return self._lock.acquire(timeout=seconds)
 
 
 class Engine:
@@ -125,13 +126,22 @@ class Sleep:
         self._sleep = _SHORTEST_SLEEP_SECONDS
 
     def pass_time(self, lanes: Sequence[Lane]) -> None:
-        """Until woken, or for a while."""
+        """Until woken, or until something that is polled is done, or for a while."""
         in_flight = [lane for lane in lanes if lane.started > lane.done]
-        if not any(lane.polled for lane in in_flight):
+        polled = [lane for lane in in_flight if lane.polled]
+        if not polled:
             self._bell.wait(_CHECK_SECONDS)
         elif any(isinstance(lane, DeviceLane) for lane in in_flight) or not self._is_short():
-            self._bell.wait(self._sleep)
-            self._sleep = min(2 * self._sleep, _LONGEST_SLEEP_SECONDS)
+            self._doze(polled)
+
+    def _doze(self, polled: list[Lane]) -> None:
+        # Nothing else is looked at in between: a kernel on this core has left Python a cold cache.
+        until = time.perf_counter() + _CHECK_SECONDS
+        while not self._bell.wait(self._sleep) and time.perf_counter() < until:
+            self._sleep = min(2 * self._sleep, LONGEST_SLEEP_SECONDS)
+            for lane in polled:
+                if lane.has_news():
+                    return
 
     def _is_short(self) -> bool:
         """Whether it has not waited for long; leaves the core to others if they want it."""

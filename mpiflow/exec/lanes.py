@@ -111,6 +111,10 @@ class Lane(ABC):
         except Exception as error:
             raise Failed(self.items[number].tasks[0]) from error
 
+    def has_news(self) -> bool:
+        """Of what is polled and in flight: whether the first item is done. Changes nothing."""
+        raise NotImplementedError(self.stream)
+
     @abstractmethod
     def _poll(self) -> None:
         """Bring `done` up to date."""
@@ -160,6 +164,11 @@ class DeviceLane(Lane):
             if lane.started < count:
                 return lane
         return super()._blocked(number)
+
+    def has_news(self) -> bool:
+        """Whether the first segment in flight is done, or has failed."""
+        stream = self._stream
+        return stream.failure is not None or stream.done - self._before > self.done
 
     def _poll(self) -> None:
         stream = self._stream
@@ -252,6 +261,10 @@ class MessageLane(Lane):
         super().__init__(stream, items)
         self._messages, self.polled = messages, polled
         self.after = list(after)
+
+    def has_news(self) -> bool:
+        """Whether the first message in flight is over; all of them make progress by that."""
+        return self._is_done(self.done)
 
     def _poll(self) -> None:
         while self.done < self.started and self._is_done(self.done):
