@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from mpiflow.plan.store import digest
 from mpiflow.plan.unroll import folded
 from mpiflow.plan.verify import verify
 from mpiflow.plan.verify_places import arenas_by_space
+from mpiflow.threads import threads_per_rank
 
 Piece = tuple[str, tuple[int, ...], np.ndarray]
 """What is stored: its name, where in it this part begins, and the part."""
@@ -97,10 +99,10 @@ class Session:
         }
         self.arena = self.arenas[""]
         self.engine = Engine(transport, self.device.advance)
-        # Within a host, messages are copies that ranks make themselves: no time can be hidden, and
-        # a thread for kernels made steps of two stages on two cores 1.4 times as long.
+        # Within a host, messages are copies that ranks make themselves: with one core each no time
+        # can be hidden, and a thread for kernels made steps of two stages 1.4 times as long.
         hosts = set(transport.all_gather(transport.host.encode()))
-        self._beside = plan.overlap or len(hosts) > 1
+        self._beside = len(hosts) > 1 or (plan.overlap and threads_per_rank(os.environ) > 1)
         self._inline: Stream = InlineStream()
         self._streams: dict[str, Stream] = {}  # made when first needed
         self.reads = ReadStream(start_thread, self.engine.wake)

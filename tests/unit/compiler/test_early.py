@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from jobs import compile_for
 
 import mpiflow as mf
-from jobs import compile_for
 from mpiflow import nn
 from mpiflow.compiler.machine import find_machine
 from mpiflow.plan.simulator import simulate
