@@ -20,12 +20,12 @@ from mpiflow.plan.records import COMPUTE, Program, Task
 def beside(program: Program, kernels: Sequence[int] = ()) -> Program:
     """With all other tasks listed beside the kernels, which are in their order or in this one.
 
-    What kernels are needed for comes behind the last of them, anything else before its first use.
+    What kernels are needed for comes behind the last of them, anything else before its first use,
+    kernels that need nothing too.
     """
-    tasks = program.tasks
+    tasks, needs = program.tasks, program.needs()
     kernels = kernels or [i for i, task in enumerate(tasks) if task.stream == COMPUTE]
-    turn = {tasks[i].name: place for place, i in enumerate(kernels)}
-    needs = program.needs()
+    turn = {tasks[i].name: place for place, i in enumerate(kernels) if needs[tasks[i].name]}
     behind: dict[str, int] = {}
     before: dict[str, int] = {}
     for name in TopologicalSorter(needs).static_order():
