@@ -342,6 +342,10 @@ class StandIn:
     def is_done(self, event):
         return not self.late or event not in self._open
 
+    def finish(self, event):
+        self._note("finish", self._where[event])
+        self._open.discard(event)
+
     def settle(self):
         """Events that were recorded are done, which they are not before where they are `late`."""
         self._open.clear()

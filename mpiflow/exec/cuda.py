@@ -166,6 +166,10 @@ class CupyDriver:
             raise self._runtime.CUDARuntimeError(status)
         return status == 0
 
+    def finish(self, event: Any) -> None:
+        """Wait, on the host, until everything that the event marks is done: not in steady steps."""
+        event.synchronize()
+
     @property
     def _stream(self) -> int:
         """The stream of `on`."""

@@ -148,6 +148,13 @@ class CudaStream:
         except IndexError:  # it has ended meanwhile, on the other thread
             return None
 
+    def clock(self) -> float:
+        """The time, when the GPU has done all that it was given; the host waits for it."""
+        event = self._driver.event()
+        self._driver.record(event, self._handle)
+        self._driver.finish(event)
+        return time.perf_counter()
+
     def close(self) -> None:
         """Forget what was submitted."""
         self._pending.clear()

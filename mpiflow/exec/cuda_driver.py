@@ -66,6 +66,9 @@ class Driver(Protocol):
     def is_done(self, event: Any) -> bool:
         """Whether everything that the event marks is done; raises what has gone wrong before it."""
 
+    def finish(self, event: Any) -> None:
+        """Wait, on the host, until everything that the event marks is done: not in steady steps."""
+
     def copy(self, target: Any, source: Any) -> None:
         """Copy between pinned memory and the GPU, or on it; arrays that are alike, contiguous."""
 

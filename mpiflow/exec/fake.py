@@ -85,6 +85,10 @@ class FakeStream:
         """The task that is being done."""
         return self._task
 
+    def clock(self) -> float:
+        """The time."""
+        return time.perf_counter()
+
     def close(self) -> None:
         """Drop what is queued."""
         self.queue.clear()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import length_hint
 from queue import SimpleQueue
 from threading import Thread
@@ -63,6 +63,9 @@ class Stream(Protocol):
     def task(self) -> Task | None:
         """The task that is being done. For any thread: it may be one late."""
 
+    def clock(self) -> float:
+        """The time, for calls of its segments: once those before them have done their work."""
+
     def close(self) -> None:
         """Do nothing more, and hold nothing."""
 
@@ -99,24 +102,27 @@ class InlineStream:
         running = self._running
         return None if running is None else _at(running)
 
+    def clock(self) -> float:
+        """The time."""
+        return time.perf_counter()
+
     def close(self) -> None:
         """There is nothing to end."""
 
 
-class TimedStream(InlineStream):
-    """Does the same, and notes the seconds of each call in `measured`."""
+def timed(segment: Segment, stream: Stream, measured: list[tuple[Task, float]]) -> Segment:
+    """The same calls, each of which notes its task and its seconds on that stream."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.measured: list[tuple[Task, float]] = []
-
-    def submit(self, segment: Segment, after: Events = ()) -> None:
-        """Do it now, and time it."""
-        for task, call in zip(segment.tasks, segment.calls, strict=True):
-            began = time.perf_counter()
+    def noting(task: Task, call: Call) -> Call:
+        def noted() -> None:
+            began = stream.clock()
             call()
-            self.measured.append((task, time.perf_counter() - began))
-        self.done += 1
+            measured.append((task, stream.clock() - began))
+
+        return noted
+
+    pairs = zip(segment.tasks, segment.calls, strict=True)
+    return replace(segment, calls=tuple(noting(task, call) for task, call in pairs))
 
 
 class HostStream:
@@ -154,6 +160,10 @@ class HostStream:
         """The task that is being done."""
         running = self._running
         return None if running is None else _at(running)
+
+    def clock(self) -> float:
+        """The time."""
+        return time.perf_counter()
 
     def close(self) -> None:
         """End the thread, once the kernel that runs has ended; this does not wait for it."""

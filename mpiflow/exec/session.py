@@ -22,7 +22,7 @@ from mpiflow.exec.lanes import Failed, Finding
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.observe import Observer
 from mpiflow.exec.position import Position
-from mpiflow.exec.segments import InlineStream, Stream, TimedStream
+from mpiflow.exec.segments import InlineStream, Stream, timed
 from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
 from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
@@ -52,6 +52,11 @@ class _Bound:
     binder: Binder
     observer: Observer | None = None
     fired: int = 0
+
+    @property
+    def phase(self) -> Step:
+        """The lanes of the next step."""
+        return self.steps[self.fired % len(self.steps)]
 
 
 def _plain_thread(name: str, function: Callable[[], None]) -> threading.Thread:
@@ -262,8 +267,7 @@ class Session:
 
     def _run(self, bound: _Bound, step: int, kernels: Stream | None = None) -> None:
         """Collective. One step; its kernels on that stream, if any is named."""
-        program = bound.program
-        phase = bound.steps[bound.fired % len(bound.steps)]
+        program, phase = bound.program, bound.phase
         if (lane := phase.reads) is not None:
             if bound.read is None:
                 raise PlanError(
@@ -323,15 +327,28 @@ class Session:
         return stream.thread if stream is not None and stream.task() is not None else None
 
     def timed(self, program: str) -> list[tuple[Task, float]]:
-        """Collective. One step of a program: its kernels in order, and the seconds of each."""
-        stream = TimedStream()
+        """Collective. One step of a program: its kernels in order, and the seconds of each.
+
+        On the host they run where messages are made, beside nothing else.
+        """
+        bound = self._programs[program]
+        lane = bound.phase.kernels
+        measured: list[tuple[Task, float]] = []
         with self.device.quiet():
-            self._run(self._programs[program], 0, stream)
-        measured: dict[str, tuple[Task, float]] = {}
-        for task, seconds in stream.measured:
-            # After its kernel a task may have one call more, which gives back what it read.
-            measured.setdefault(task.name, (task, seconds))
-        return list(measured.values())
+            if lane is None:
+                self._run(bound, 0)
+                return []
+            on_host = self.plan.device == HOST
+            stream = InlineStream() if on_host else self._stream(bound, lane.stream)
+            plain = lane.segments
+            lane.segments = tuple(timed(segment, stream, measured) for segment in plain)
+            try:
+                self._run(bound, 0, stream)
+            finally:
+                lane.segments = plain
+        # After its kernel a task may have one call more, which gives back what it read.
+        kernels = {task.name: (task, seconds) for task, seconds in reversed(measured)}
+        return list(reversed(kernels.values()))
 
     def save(self, writer: Writer) -> None:
         """Collective. Snapshot all variables; they are stored beside the next steps."""
