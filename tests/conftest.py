@@ -2,7 +2,8 @@
 
 --no-skips FOLDER lets the tests below a folder fail where they would be skipped.
 --cases N lets tests of random cases have so many.
---device fake runs plans that tests compile with tests/jobs.py on a fake device, not on the CPU.
+--seeds N tries so many orders of the streams of a fake device.
+--device fake runs the plans of tests/local, and the command lines of tests/mpi, on a fake device.
 --route NAME says by which route its ranks reach one another (default: staged).
 """
 
@@ -83,6 +84,10 @@ def pytest_addoption(parser):
         "--cases", type=int, default=3, metavar="N", help="how many random cases tests have"
     )
 
+    parser.addoption(
+        "--seeds", type=int, default=1, metavar="N",
+        help="how many orders of the streams of a fake device are tried, and faults planted there",
+    )  # fmt: skip
     parser.addoption("--device", choices=("cpu", "fake"), default="cpu", help="what runs plans")
     parser.addoption("--route", default="staged", help="between the ranks of --device fake")
 
@@ -95,8 +100,9 @@ def pytest_generate_tests(metafunc):
 
 def pytest_runtest_setup(item):
     """What only the CPU promises is not asked of the fake device."""
-    if item.config.option.device == "fake" and item.get_closest_marker("host"):
-        pytest.skip("the fake device does not promise this")
+    mark = item.get_closest_marker("host")
+    if mark and item.config.option.device == "fake":
+        pytest.skip(mark.args[0] if mark.args else "the fake device does not promise this")
 
 
 def pytest_configure(config):

@@ -162,6 +162,11 @@ sys.meta_path.insert(0, Finder())
 '''
 
 
+def on_device(device, route):
+    """The options of a command that makes plans, for the device that pytest was asked for."""
+    return ("--device", "fake", "--route", route) if device == "fake" else ()
+
+
 def write_job(folder, settings="evaluate=test", name="job.py", change=("", "")):
     """A job file in `folder`; `settings` are further arguments of mf.Job."""
     text = JOB.format(classes=CLASSES, settings=settings)
@@ -192,6 +197,7 @@ class Runner:
 
     def __init__(self, mpiexec, folder):
         self.mpiexec, self.folder, self.site = mpiexec, folder, folder / "site"
+        self.device = mpiexec.keywords["device"]  # what `mpiflow plan` needs for the same device
         self.site.mkdir(exist_ok=True)
         (self.site / "sitecustomize.py").write_text(SITE)
 

@@ -10,30 +10,34 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from cli_job import on_device
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/unit/exec"))
 
 
 @pytest.fixture
-def mpiexec():
+def mpiexec(request):
     """`mpiexec(ranks, *arguments)` runs python with the arguments on that many ranks.
 
     Gives the completed process, output and errors together in `stdout`. A run that is still there
-    after `timeout` seconds is ended, with all its ranks, and fails the test.
+    after `timeout` seconds is ended, with all its ranks, and fails the test. With --device fake,
+    what runs plans does so there.
     """
-    return run_mpiexec
+    options = request.config.option
+    return partial(run_mpiexec, device=on_device(options.device, options.route))
 
 
-def run_mpiexec(ranks, *arguments, timeout=60, prefix=(), **variables):
+def run_mpiexec(ranks, *arguments, timeout=60, prefix=(), device=(), **variables):
     beside = Path(sys.executable).parent / "mpiexec"
     command = [beside if beside.exists() else "mpiexec", *prefix, "-n", ranks, sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", **variables}
     process = subprocess.Popen(
-        [str(part) for part in (*command, *arguments)],
+        [str(part) for part in (*command, *with_device(arguments, device))],
         env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -45,6 +49,19 @@ def run_mpiexec(ranks, *arguments, timeout=60, prefix=(), **variables):
         output, _ = process.communicate(timeout=10)
         pytest.fail(f"still running after {timeout} s; its output:\n{output}")
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def with_device(arguments, device):
+    """The arguments of a command line that runs a plan, with these options if it names no device.
+
+    A plan in a file has its route already.
+    """
+    given = [str(argument) for argument in arguments]
+    runs = next((i for i, word in enumerate(given[:3]) if word in ("run", "predict")), None)
+    if runs is None or "--device" in given:
+        return arguments
+    job = given[runs + 1]
+    return (*arguments, *(device[:2] if job.endswith(".plan") else device))
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,9 +1,10 @@
 """The program of `test_rendezvous.py`: random plans one after another, by MPI that buffers nothing.
 
-    mpiexec -n 4 python tests/mpi/rendezvous_ranks.py COUNT [FIRST]
+    mpiexec -n 4 python tests/mpi/rendezvous_ranks.py COUNT [ROUTE [FIRST]]
 
 Sends are over only once they are received, and at random times a rank looks away, or waits before
-it starts something. Jobs of the same model and optimizer must lose the same on every mesh.
+it starts something. ROUTE is that of plans for the fake device, "" for ranks on CPUs. Jobs of the
+same model and optimizer must lose the same on every mesh.
 """
 
 import faulthandler
@@ -20,6 +21,7 @@ import numpy as np
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "local")]
 
+import jobs  # noqa: E402
 from jobs import MemoryReader, train  # noqa: E402
 from micro_jobs import arrays  # noqa: E402
 from pipeline_jobs import BATCH, OPTIMIZERS, Case, branches, layers, plan_of, weighted  # noqa: E402
@@ -85,14 +87,16 @@ def losses(plan, transport):
     """What each step of a plan loses."""
     failure = Failure(transport)
     readers = {d.name: MemoryReader(arrays(BATCH), BATCH) for d in plan.data}
-    session = Session(plan, transport, readers, start_thread=failure.start_thread)
+    session = Session(plan, transport, readers, start_thread=failure.start_thread,
+                      device=jobs.device_of(plan, transport.rank))  # fmt: skip
     session.run("initialise")
     found = [step["loss"] for step in train(session, STEPS)]
     session.close()
     return found
 
 
-def main(count, first=0):
+def main(count, route="", first=0):
+    jobs.ROUTE, count, first = route, int(count), int(first)
     mpi.MpiGroup.synchronous = True
     known = {}
     for seed in range(first, first + count):
@@ -118,4 +122,4 @@ def main(count, first=0):
         print(f"{count} plans came to their ends", flush=True)
 
 
-main(*map(int, sys.argv[1:]))
+main(*sys.argv[1:])

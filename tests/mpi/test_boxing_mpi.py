@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.host("of messages alone")
+
 
 @pytest.mark.ranks(6)
 def test_every_pair_of_layouts_is_converted_by_mpi(mpiexec):

@@ -5,6 +5,8 @@ import pytest
 
 from mpiflow.compiler.machine import find_machine
 
+pytestmark = pytest.mark.host("measures the host")
+
 
 @pytest.mark.ranks(2)
 def test_two_ranks_calibrate_and_train_by_the_file(mpiexec, tmp_path):

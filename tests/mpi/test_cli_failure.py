@@ -62,16 +62,16 @@ def test_a_label_out_of_range_is_refused_at_its_step_with_file_and_row(run, tmp_
     assert "train-000.h5 row 7: 5" in done.stdout
 
 
-def plan_for(tmp_path, ranks):
-    path = tmp_path / "points.plan"
-    arguments = ["--ranks", str(ranks), "--data", str(tmp_path), "-o", str(path), "--json"]
-    assert main(["plan", str(tmp_path / "job.py"), *arguments]) == 0
+def plan_for(run, ranks):
+    path = run.folder / "points.plan"
+    arguments = ["--ranks", str(ranks), "--data", str(run.folder), "-o", str(path), "--json"]
+    assert main(["plan", str(run.folder / "job.py"), *arguments, *run.device]) == 0
     return path
 
 
 @pytest.mark.ranks(3)
 def test_a_plan_for_two_is_refused_by_three(run, tmp_path):
-    plan = plan_for(tmp_path, 2)
+    plan = plan_for(run, 2)
     done = run(3, job=plan.name)
     assert done.returncode == 1
     assert done.stdout.count("the plan is for 2 ranks, 3 were started") == 1
@@ -110,7 +110,7 @@ def alone(run, variables):
 @pytest.mark.ranks(2)
 def test_a_run_that_cannot_be_meant_is_refused_before_anything_is_written(run, tmp_path):
     """Every refusal comes once, from one rank."""
-    plan = plan_for(tmp_path, 2)
+    plan = plan_for(run, 2)
     store.save(replace(store.load(plan), version="0.0.1"), tmp_path / "old.plan")
     write_job(tmp_path, name="wrong.py", change=("logits = nn", "x + 'x'; logits = nn"))
     cases = [
@@ -132,7 +132,7 @@ def test_a_run_that_cannot_be_meant_is_refused_before_anything_is_written(run, t
 
 @pytest.mark.ranks(2)
 def test_other_data_than_the_plan_was_made_for_is_refused(run, tmp_path):
-    plan = plan_for(tmp_path, 2)
+    plan = plan_for(run, 2)
     with h5py.File(tmp_path / "train-001.h5", "r+") as file:
         file["x"][0] += 1
     done = run(2, job=plan.name)

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("tour", "layouts", "ops", "pipelines", "search", "weights")
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
+pytestmark = pytest.mark.host("documents show plans for the host")
+
 
 def run_console(block, folder):
     """What a block of `$ command` lines (continued by `> `) and their output becomes when run."""

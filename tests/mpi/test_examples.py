@@ -67,6 +67,7 @@ FULL = {
 """Model -> example, settings, parameters and operations of a training step, a row, as published."""
 
 
+@pytest.mark.host("plans for the host alone")
 @pytest.mark.parametrize("model", FULL)
 def test_a_full_size_is_planned_without_files(tmp_path, capsys, monkeypatch, model):
     example, settings, parameters, flops = FULL[model]
@@ -87,6 +88,7 @@ def test_a_full_size_is_planned_without_files(tmp_path, capsys, monkeypatch, mod
         )
 
 
+@pytest.mark.host("plans for the host alone")
 @pytest.mark.parametrize("example", RUNS)
 def test_an_example_is_planned_in_16_bits(tmp_path, capsys, example):
     options = [part for setting in RUNS[example] for part in ("--set", setting)]

@@ -48,6 +48,8 @@ STUCK = """
             time.sleep(60)
 """
 
+pytestmark = pytest.mark.host("of processes that run no plan")
+
 
 def alive(folder, until):
     """The ranks that still run at the time `until`, or none as soon as there is none."""

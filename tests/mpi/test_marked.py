@@ -6,6 +6,8 @@ import pytest
 
 HERE = Path(__file__).parent
 
+pytestmark = pytest.mark.host("of messages alone")
+
 
 @pytest.mark.parametrize(
     "ranks", [pytest.param(ranks, marks=pytest.mark.ranks(ranks)) for ranks in (2, 3)]

@@ -10,7 +10,9 @@ import pytest
 
 @pytest.mark.ranks(4)
 def test_random_plans_end_where_sends_wait_for_receives_and_everything_is_late(mpiexec, request):
-    count = request.config.option.cases
-    done = mpiexec(4, Path(__file__).parent / "rendezvous_ranks.py", count, timeout=60 + 20 * count)
+    options = request.config.option
+    count, route = options.cases, [options.route] if options.device == "fake" else []
+    program = Path(__file__).parent / "rendezvous_ranks.py"
+    done = mpiexec(4, program, count, *route, timeout=60 + 20 * count)
     assert done.returncode == 0, done.stdout
     assert f"{count} plans came to their ends" in done.stdout

@@ -37,8 +37,9 @@ def run(mpiexec, tmp_path, monkeypatch):
     return Runner(mpiexec, tmp_path)
 
 
-def plan(ranks):
-    assert main(["plan", "job.py", "--ranks", str(ranks), "-o", "job.plan"]) == 0
+def plan(run, ranks):
+    arguments = ["--ranks", str(ranks), "-o", "job.plan", *run.device]
+    assert main(["plan", "job.py", *arguments]) == 0
 
 
 @pytest.mark.ranks(2)
@@ -46,7 +47,7 @@ def test_a_job_file_brings_its_ops_and_a_plan_takes_them_by_consent(run, capfd):
     losses = {ranks: steps_of(run.train(ranks, out=f"run{ranks}")) for ranks in (1, 2)}
     assert relative(losses[2], losses[1]) < 1e-5
 
-    plan(2)
+    plan(run, 2)
     (op,) = store.load("job.plan").ops
     assert (op.name, op.file) == ("activations.Leaky", "activations.py")
     refused = run(2, job="job.plan")
@@ -71,7 +72,7 @@ def test_a_kernel_that_returns_its_result_ends_the_run(run, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_plan_is_not_run_with_an_op_that_was_changed(run, tmp_path):
-    plan(2)
+    plan(run, 2)
     (tmp_path / "activations.py").write_text(OPS.replace("0.1", "0.2"))
     done = run(2, "--ops", "activations.py", job="job.plan")
     assert done.returncode == 1
@@ -94,6 +95,6 @@ def test_ops_go_with_a_plan_and_are_files(run, capsys):
         (["check", "job.plan", "--ops", "none.py"], "--ops none.py: no such file"),
         (["check", "job.plan", "--ops", "job.plan"], "ops are declared in a .py file"),
     ]:
-        plan(1)
+        plan(run, 1)
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
