@@ -13,6 +13,7 @@ from mpiflow.ops.base import Gradients, Tensors, apply, refusal
 from mpiflow.ops.index import require_index
 from mpiflow.ops.rows import Lookup, RowGradient
 from mpiflow.ops.runs import add_rows, run_bytes
+from mpiflow.ops.work import clear_rows
 
 
 @op
@@ -46,7 +47,7 @@ class Embedding(Lookup):
         xp.take(table, local, axis=0, out=rows, mode="clip")
         # One unsigned comparison says whether 0 <= local < the rows held here.
         xp.greater_equal(local.view(xp.uint64), len(table), out=mine)
-        xp.copyto(rows, 0, where=mine[:, None])
+        clear_rows(xp, rows, mine)
 
 
 @op

@@ -16,7 +16,7 @@ from mpiflow.ops.base import Gradients, Tensors, apply, refusal
 from mpiflow.ops.index import require_index
 from mpiflow.ops.runs import add_rows, run_bytes
 from mpiflow.ops.window import letters
-from mpiflow.ops.work import Piece, carve, carved
+from mpiflow.ops.work import Piece, carve, carved, clear_rows
 
 
 class Places(Op):
@@ -68,7 +68,7 @@ class Gather(Places):
         number, elsewhere = _numbers(xp, shard.work, index, shard.start(0, 1), x.shape[1])
         rows = out.reshape(number.size, -1)
         xp.take(x.reshape(x.shape[0] * x.shape[1], -1), number, axis=0, out=rows, mode="clip")
-        xp.copyto(rows, 0, where=elsewhere[:, None])
+        clear_rows(xp, rows, elsewhere)
 
 
 @op

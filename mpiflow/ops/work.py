@@ -39,6 +39,18 @@ def dot_rows(xp: Any, x: Any, y: Any, out: Any) -> None:
         xp.einsum("...i,...i->...", x, y, out=out)
 
 
+def clear_rows(xp: Any, rows: Any, which: Any) -> None:
+    """Zero the rows of a matrix (n, d) that `which` (n,) marks; a row lies side by side.
+
+    NumPy looks at a mask once for each element, so there a whole row is one element.
+    """
+    if xp is np and rows.size:
+        whole = np.dtype((np.void, rows.shape[1] * rows.itemsize))
+        np.copyto(rows.view(whole)[:, 0], np.zeros((), whole), where=which)
+    else:
+        xp.copyto(rows, 0, where=which[:, None])
+
+
 def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
     """One call that makes all of these."""
 
