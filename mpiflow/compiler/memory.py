@@ -31,6 +31,9 @@ from mpiflow.plan.records import (
 )
 from mpiflow.plan.registers import holder, outliving
 
+_LANES = 2
+"""The workspaces that the messages of a stream take by turns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -310,12 +313,37 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
         members = [root[n] for n in joined.get(first, (first,))]
         seen.update(members)
         blocks.append(_block(members, registers, sharing, life))
-    for task in program.tasks:
-        if task.workspace[1]:
+    return blocks + _workspaces(program, times)
+
+
+def _workspaces(program: Program, times: _Times) -> list[Block]:
+    """Where tasks work: those of compute each for themselves, messages of a stream by turns.
+
+    Messages that are ready early would all hold theirs until they are sent, one after another. They
+    take two by turns, so that one can be filled while the other is on its way.
+    """
+    blocks = []
+    for stream, indices in program.order:
+        lanes: dict[tuple[str, int], list[Block]] = {}
+        working = [task for i in indices if (task := program.tasks[i]).workspace[1]]
+        for number, task in enumerate(working):
             start, stop = times.within(task, times.start[task.name], times.done[task.name])
             space = workspace_space(task.route)
-            blocks.append(Block(((_scratch(task), 0),), task.workspace[1], start, stop, space))
+            block = Block(((_scratch(task), 0),), task.workspace[1], start, stop, space)
+            alone = stream in (COMPUTE, WRITE) or stream in AHEAD
+            lane = lanes.setdefault((space, number if alone else number % _LANES), [])
+            if lane and start <= lane[-1].stop:
+                lane.append(_in_common(lane.pop(), block, times))
+            else:
+                lane.append(block)
+        blocks += [block for lane in lanes.values() for block in lane]
     return blocks
+
+
+def _in_common(a: Block, b: Block, times: _Times) -> Block:
+    """A workspace that two messages use, the second after the first."""
+    start, stop = times.whole_segments(min(a.start, b.start), max(a.stop, b.stop))
+    return Block((*a.parts, *b.parts), max(a.nbytes, b.nbytes), start, stop, a.space)
 
 
 def _buckets(program: Program) -> list[tuple[str, ...]]:
