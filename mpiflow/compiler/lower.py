@@ -17,7 +17,7 @@ from mpiflow.compiler.domains import Choice
 from mpiflow.compiler.limits import Limits, index_limits
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
-from mpiflow.compiler.order import in_order, order_updates
+from mpiflow.compiler.order import in_order, order_updates, sums_at_once
 from mpiflow.compiler.owners import owner_axes
 from mpiflow.compiler.pipeline import Sequence, in_flight
 from mpiflow.compiler.rowtasks import fetch, send
@@ -143,7 +143,7 @@ class _Lowering:
         program = replace(program, stage=self.stage.stage, sequence=self.stage.sequence)
         if self.timing:
             program = in_phases(replace(program, micro_batches=self.timing.micro_batches))
-        return in_order(program)
+        return in_order(sums_at_once(program))
 
     def _receive(self) -> None:
         """Registers for what comes from other stages, each in the segment that first needs it."""

@@ -9,6 +9,9 @@ from itertools import pairwise
 
 from mpiflow.plan.records import RECEIVE, SEND, Program, Task
 
+_SUM = "Accumulate"
+"""The op of a task that adds a micro-batch's part of a tensor to that of those before."""
+
 
 def needs_in_order(program: Program) -> dict[str, tuple[str, ...]]:
     """By task: what it needs, and of messages to and from other stages the one made before it.
@@ -53,6 +56,20 @@ def in_order(program: Program) -> Program:
                 heappush(ready, (*part_of(tasks[follower]), follower))
     assert len(ordered) == len(tasks), f"the tasks of {program.name} make a circle"
     return replace(program, tasks=tuple(sorted(ordered, key=part_of)))
+
+
+def sums_at_once(program: Program) -> Program:
+    """With sums over micro-batches right behind what they add: it is then needed no longer."""
+    maker = {name: i for i, task in enumerate(program.tasks) for name in task.outputs}
+
+    def place(i: int) -> tuple[int, int]:
+        task = program.tasks[i]
+        if task.op != _SUM:
+            return i, 0
+        return max(maker.get(name, -1) for name in task.inputs), 1
+
+    ordered = sorted(range(len(program.tasks)), key=place)
+    return replace(program, tasks=tuple(program.tasks[i] for i in ordered))
 
 
 def part_of(task: Task) -> tuple[int, int]:
