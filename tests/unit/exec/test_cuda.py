@@ -1,6 +1,6 @@
 """The cuda device without a GPU: what it asks of one, and in which order.
 
-The calls of a training step of three plans are in tests/golden/*.calls; `python
+The calls of a training step of four plans are in tests/golden/*.calls; `PYTHONPATH=tests python
 tests/unit/exec/test_cuda.py` renews them.
 """
 
@@ -27,7 +27,7 @@ from mpiflow.plan.records import Task
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 STAGES = "classifier-stage2-nccl"
-CALLS = ("digits-2-staged", "digits-2-nccl", STAGES)
+CALLS = ("digits-2-staged", "digits-2-nccl", "digits-2-mpi", STAGES)
 
 
 def plan_of(name):
