@@ -19,11 +19,12 @@ from itertools import pairwise
 from mpiflow.compiler.pack import WORTH, Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
-from mpiflow.plan.places import D2H, HOST, PINNED, workspace_space
+from mpiflow.plan.places import AHEAD, D2H, HOST, PINNED, workspace_space
 from mpiflow.plan.records import (
     COMPUTE,
     RECEIVE,
     SEND,
+    WRITE,
     Program,
     Register,
     Task,
