@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 from mpiflow.errors import VerifyError
 from mpiflow.graph.sbp import layout_text
+from mpiflow.plan.exchange import summed_bytes
 from mpiflow.plan.places import (
     ACCELERATOR,
     CUDA_MPI,
@@ -67,6 +68,8 @@ def check_places(plan: Plan, program: Program, context: str) -> None:
         if task.kind in _COPIES:
             _check_copy(task, tensors, makers, what)
         _check_route(task, what)
+        if task.route == CUDA_MPI:
+            _check_received(task, summed_bytes(task, tensors, plan.mesh_of(program)), what)
         source, target = _spaces(task)
         _check_spaces(task.inputs, source, "takes", tensors, what)
         _check_spaces(task.outputs, target, "gives", tensors, what)
@@ -134,6 +137,17 @@ def _check_route(task: Task, what: str) -> None:
         raise VerifyError(
             f"{what} has route {task.route}; how many rows travel is known in the step, on the"
             f" host, so its route is {STAGED}"
+        )
+
+
+def _check_received(task: Task, needed: int, what: str) -> None:
+    """What MPI sends to be summed has a place of its own at the end of the workspace."""
+    size = task.workspace[1]
+    first = task.attributes.get("received", size)
+    if needed and not 0 <= first <= size - needed:
+        raise VerifyError(
+            f"{what} receives {needed:,} bytes to sum from byte {first:,} of its workspace of"
+            f" {size:,} bytes"
         )
 
 

@@ -226,6 +226,20 @@ def test_nccl_and_mpi_between_the_same_devices_are_refused(nccl):
         verify(with_program(nccl, program, mixed))
 
 
+def test_what_mpi_sends_to_be_summed_needs_a_place():
+    plan = compile_for("data=2", classifier(), route="mpi")
+    program = plan.program("train")
+    at = place(program, "bucket.data.0")
+    task = program.tasks[at]
+    verify(plan)
+    for fault in (
+        {"attributes": task.attributes | {"received": 256}},
+        {"workspace": (task.workspace[0], task.workspace[1] - 4)},
+    ):
+        with pytest.raises(VerifyError, match=r"receives [\d,]+ bytes to sum from byte"):
+            verify(with_program(plan, program, with_task(program, at, **fault)))
+
+
 def test_what_nccl_lacks_is_a_note_with_its_price():
     plan = compile_for("data=3", classifier(optimizer=mf.SGD(lr=0.1)), route=NCCL)
     (note,) = [note for note in plan.notes if "NCCL has none" in note]
