@@ -81,7 +81,7 @@ def test_pairs_of_layouts_on_larger_meshes(mesh, shape):
     mesh = parse_mesh(mesh)
     draw = random.Random(1)
     found = layouts(mesh, shape)
-    groups = [(source, found) for source in found]
+    groups = [(source, found) for source in found[::4]]
     if len(mesh.axes) > 2:
         groups = [(draw.choice(found), draw.sample(found, 6)) for _ in range(8)]
     check_groups(groups, shape, "float64", mesh)

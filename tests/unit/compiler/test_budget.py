@@ -141,7 +141,7 @@ def everything(problem, held):
 @pytest.mark.parametrize("mesh", ["model=2", "data=3", "data=2,model=2"])
 def test_choices_under_a_limit_are_those_that_trying_everything_finds(mesh):
     tried = limited = 0
-    for seed in range(16):
+    for seed in range(10):
         graph, mesh_ = small_graph(seed), parse_mesh(mesh)
         problem = pose(Domains(graph, mesh_, free=split_variables(graph, 3)), MACHINE)
         if np.prod([float(len(domain)) for domain in problem.domains]) > 1e5:
@@ -159,8 +159,8 @@ def test_choices_under_a_limit_are_those_that_trying_everything_finds(mesh):
             choose(graph, mesh_, MACHINE, limit=Limit(float(peak.min() - 1), True, 3))
         assert peak.min() <= raised.value.least
         tried += 1
-    assert tried > 4
-    assert limited > 2
+    assert tried > 3
+    assert limited > 1
 
 
 def test_no_level_of_zero_that_fits_is_predicted_faster():
@@ -169,7 +169,7 @@ def test_no_level_of_zero_that_fits_is_predicted_faster():
     differentiate(graph, job.optimizer)
     needed = held_bytes(choose(graph, mesh, MACHINE))
     fitting = 0
-    for share in (0.9, 0.75, 0.65):
+    for share in (0.9, 0.65):
         found = choose(graph, mesh, MACHINE, limit=Limit(share * needed, free=True, zero=3))
         assert held_bytes(found) <= share * needed
         for level, whole in product(range(4), (False, True)):
@@ -178,7 +178,7 @@ def test_no_level_of_zero_that_fits_is_predicted_faster():
             held = budget(found.problem, again=True).peak(template.choice)
             fitting += held <= share * needed
             assert held > share * needed or found.seconds <= template.total * 1.001
-    assert fitting > 3
+    assert fitting > 2
 
 
 # -- plans ----------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def problems(count):
 
 def test_layouts_are_as_cheap_as_the_best_of_all_and_bounds_are_no_higher(monkeypatch):
     nodes = updates = splits = 0
-    for problem in problems(300):
+    for problem in problems(140):
         totals = all_totals(problem)
         best = totals.min()
         with monkeypatch.context() as narrow:
@@ -136,8 +136,8 @@ def test_layouts_are_as_cheap_as_the_best_of_all_and_bounds_are_no_higher(monkey
         updates += bool(problem.graph.updates)
         splits += any(found.choice[problem.first :])
     assert nodes >= 8
-    assert updates >= 20
-    assert splits >= 40
+    assert updates >= 10
+    assert splits >= 20
 
 
 DIGEST = """
@@ -159,12 +159,10 @@ def digest():
 
 
 def test_layouts_do_not_depend_on_how_python_hashes():
-    found = set()
-    for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", DIGEST, str(Path(__file__).parent)],
-            check=True, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )  # fmt: skip
-        found.add(done.stdout)
-    assert len(found) == 1
+    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run(
+        [sys.executable, "-c", DIGEST, str(Path(__file__).parent)],
+        check=True, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONHASHSEED": other},
+    )  # fmt: skip
+    assert done.stdout.strip() == digest()

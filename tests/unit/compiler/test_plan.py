@@ -35,14 +35,14 @@ def test_plans_are_proven_and_stored_without_loss(plan):
 @every_plan
 def test_mutants_of_compiled_plans_are_rejected_by_the_names_of_what_they_broke(plan):
     plan, count, kinds = plan(), 0, set()
-    for mutant in mutants(plan, 5, seed=2):
+    for mutant in mutants(plan, 3, seed=2):
         with pytest.raises(VerifyError) as caught:
             verify(mutant.plan)
         message = str(caught.value)
         assert any(name in message for name in mutant.names), (mutant.what, message)
         count += 1
         kinds.add(mutant.kind)
-    assert count >= 100
+    assert count >= 60
     assert len(kinds) > len(MUTATIONS) * 2 // 3
 
 
