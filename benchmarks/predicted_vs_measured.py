@@ -54,9 +54,9 @@ def train(name: str, layout: str, data: Path, cluster: str, steps: int, cpu: boo
     from mpiflow.exec.failure import guard
     from mpiflow.exec.launch import connect
     from mpiflow.exec.session import Session
+    from mpiflow.io.readers import open_readers
     from mpiflow.jobfile import load_job
     from mpiflow.planning import choose_mesh, make_plan
-    from mpiflow.train import open_readers
 
     file, *settings = JOBS[name]
     transport = connect()

@@ -17,9 +17,11 @@ from mpiflow.exec.transport import Transport, on_all_ranks
 from mpiflow.plan import store, tracefile
 from mpiflow.plan.differences import Difference, differences, most_different
 from mpiflow.plan.outlook import Row, outlook
+from mpiflow.plan.places import arena_name
 from mpiflow.plan.records import Plan, Program
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.tracefile import SAME, Clock, RankTrace
+from mpiflow.plan.traffic import most_sent
 from mpiflow.window import Window, window
 
 _MOST_BYTES = 256 << 20
@@ -121,6 +123,31 @@ class Measured:
         found = differences(self._program, self._taken())
         tasks = [each.plain() for each in most_different(found)]
         return {"items": self.meter.typical(), "tasks": tasks}
+
+
+def last_row(
+    plan: Plan, spaces: tuple[str, ...], everyone: list[list[Any]], *, any_steps: bool
+) -> dict[str, Any]:
+    """The last object of a run's metrics: what ranks needed and measured, beside the prediction.
+
+    Of each rank, `everyone` has the peaks of the arenas of these spaces, the bytes of the process,
+    those sent in a step, and its figures.
+    """
+    peaks, processes, sends, figures = zip(*everyone, strict=True)
+    names = (arena_name(plan.device, space) for space in spaces)
+    last: dict[str, Any] = {
+        "peak_bytes": dict(zip(names, map(max, zip(*peaks, strict=True)), strict=True)),
+        "process_bytes": max(processes),
+    }
+    predicted: dict[str, Any] = {
+        "peak_bytes": dict(plan.arenas),
+        "process_bytes": plan.process_bytes,
+    }
+    if any_steps:
+        measured, foreseen = joined(plan, list(figures))
+        last |= {"bytes_sent": max(sends), **measured}
+        predicted |= {"bytes_sent": most_sent(plan, "train"), **foreseen}
+    return {**last, "predicted": predicted}
 
 
 def joined(plan: Plan, figures: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,27 +14,26 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpiflow import metrics, runfolder
 from mpiflow.errors import TaskError
+from mpiflow.evaluations import Best, evaluate
 from mpiflow.exec.device import Device
 from mpiflow.exec.failure import Failure
 from mpiflow.exec.launch import check_ranks
 from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport, on_all_ranks
 from mpiflow.exec.watchdog import watching
-from mpiflow.io.checkpoint import manifest, read, write
-from mpiflow.io.dataset import DatasetReader, open_reader
-from mpiflow.measured import Measured, joined
-from mpiflow.plan import store
-from mpiflow.plan.places import arena_name
+from mpiflow.io.checkpoint import manifest, read
+from mpiflow.io.readers import open_readers
+from mpiflow.measured import Measured, last_row
 from mpiflow.plan.records import Plan, Program
-from mpiflow.plan.traffic import most_sent
 from mpiflow.report import Progress, final_table, results_text
 from mpiflow.runlock import RunLock
+from mpiflow.saves import Saves
 from mpiflow.threads import describe_threads
 from mpiflow.weights import load_first
 from mpiflow.window import Window
@@ -120,23 +119,6 @@ def _nothing_to_train(step: int, plan: Plan, options: Options) -> str:
     )
 
 
-def open_readers(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
-    """A reader of each data set, for the rows that a rank reads of it."""
-    number, place = plan.mesh.stage_of(rank)
-    stage = plan.at_stage(number)
-    readers: dict[str, DatasetReader] = {}
-    for data in plan.data:
-        # The full batches say which rows of each this rank reads; a set may have a tail only.
-        program = next(p for p in stage.programs if p.data == data.name)
-        view = stage.slice(place, program)
-        reads = [t for t in program.tasks if t.kind == "read"]
-        field = stage.tensors(program)[reads[0].outputs[0]] if reads else None
-        micro_batches = range(program.micro_batches)
-        spans = [view.box(replace(field, micro=k))[0] for k in micro_batches] if field else [(0, 0)]
-        readers[data.name] = open_reader(data, folder, spans=spans, tail=data.name != "train")
-    return readers
-
-
 @dataclass
 class _Loop:
     plan: Plan
@@ -147,16 +129,15 @@ class _Loop:
     asked_to_stop: bool = False
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     _sent: int = 0
-    _saving: int | None = None
 
     def __post_init__(self) -> None:
         self.per_epoch = self.plan.settings.steps_per_epoch
         self.total = runfolder.last_step(self.plan, self.options.steps)
         self.step = self.start.step
-        self.saved = self.start.step if self.start.checkpoint else -1
-        self.best = self.start.best
-        self.since_best = self.start.since_best
-        self.best_step = self.start.best_step
+        settings, begun = self.plan.settings, self.start
+        self.best = Best(
+            settings.best, settings.mode, begun.best, begun.best_step, begun.since_best
+        )
         self.root = self.transport.rank == 0
         self.rows: metrics.Metrics | None = None
         train = self.plan.program("train")
@@ -167,7 +148,8 @@ class _Loop:
         self.measured = Measured(
             self.plan, self.transport, self.session, out, steps, self.options.trace
         )
-        self.digests = store.digest(self.plan), store.program_digest(self.plan)
+        saved = self.step if self.start.checkpoint else -1
+        self.saves = Saves(self.plan, self.transport, self.session, out, self.best, saved)
 
     # -- the loop
 
@@ -184,14 +166,14 @@ class _Loop:
         self.rows = metrics.Metrics(self.options.out / runfolder.METRICS) if self.root else None
         self.progress = Progress(self.step, self.total, self.train.rows) if self.root else None
         self._say_start()
-        self.clock = time.monotonic()
+        self.saves.clock = time.monotonic()
         stopped = self._steps()
         self.asked_to_stop |= stopped  # on every rank, whichever was asked
         if not stopped and self.plan.settings.evaluate_epochs + self.plan.settings.evaluate_steps:
             self._evaluate_all(again=False)
-        if self.saved != self.step:
-            self._begin_save()
-        self._finish_save()
+        if self.saves.saved != self.step:
+            self._save()
+        self.saves.finish()
         if self.progress:
             self.progress.close()
         self._summarise(stopped)
@@ -201,18 +183,18 @@ class _Loop:
         """Run the steps that are left; whether the run was asked to stop."""
         if self.start.over:
             return False
+        settings = self.plan.settings
         self.session.expect("train", range(self.step, self.total))
         while self.step < self.total:
             self._train_step()
             improved = self._evaluate_due()
-            if improved or self._save_due():
-                self._begin_save()
+            if improved or self._due(settings.save_steps, settings.save_epochs):
+                self._save()
             if self.step >= self.next_agreement and self._agree():
                 self.session.forget("train")
                 return True
-            patience = self.plan.settings.patience
-            if patience and self.since_best >= patience:
-                self._say(f"stopping early: {patience} evaluations without a better one")
+            if settings.patience and self.best.since >= settings.patience:
+                self._say(f"stopping early: {settings.patience} evaluations without a better one")
                 self.session.forget("train")
                 break
         return False
@@ -281,120 +263,49 @@ class _Loop:
             done = self.results.get(data.name)
             if not again and done and done["step"] == self.step:
                 continue
-            row = self._evaluate(data.name)
+            row = {
+                "evaluation": data.name, "step": self.step, "epoch": self.epoch, "rows": data.rows,
+                **evaluate(self.plan, self.session, data.name),
+            }  # fmt: skip
             self.results[data.name] = row
             if self.rows:
                 self.rows.add(row)
                 text = results_text(row)
                 self._say(f"{data.name} after step {self.step}: {text} ({row['rows']:,} rows)")
-            name, _, metric = self.plan.settings.best.rpartition(".")
-            if name == data.name:
-                improved |= self._compare(row, metric)
+            improved |= self.best.update(row)
         return improved
-
-    def _evaluate(self, name: str) -> dict[str, Any]:
-        """Collective. The mean over every row of a data set, sums for totals."""
-        data = self.plan.dataset(name)
-        full = data.rows // data.batch
-        programs = [p for p in self.plan.at_stage(0).programs if p.data == name]
-        sums: dict[str, float] = {}
-        for program in programs:
-            steps = range(full, full + 1) if program.name.endswith("_tail") else range(full)
-            self.session.expect(program.name, steps)
-            for step in steps:
-                values = self.session.run(program.name, step)
-                for output in program.outputs:
-                    weight = 1 if output.total else program.rows
-                    sums[output.name] = sums.get(output.name, 0.0) + values[output.name] * weight
-        totals = {o.name for p in programs for o in p.outputs if o.total}
-        outputs = {k: v if k in totals else v / data.rows for k, v in sums.items()}
-        return {
-            "evaluation": name, "step": self.step, "epoch": self.epoch, "rows": data.rows,
-            **outputs,
-        }  # fmt: skip
-
-    def _compare(self, row: dict[str, Any], metric: str) -> bool:
-        value = row[metric]
-        sign = 1 if self.plan.settings.mode == "max" else -1
-        if self.best is not None and sign * value <= sign * self.best:
-            self.since_best += 1
-            return False
-        self.best, self.best_step, self.since_best = value, self.step, 0
-        return True
 
     # -- saving
 
-    def _save_due(self) -> bool:
-        settings = self.plan.settings
-        return self._due(settings.save_steps, settings.save_epochs)
-
-    def _begin_save(self) -> None:
-        """Collective. Snapshot now; the files are written beside the next steps."""
-        self._finish_save()
-        folder = self.options.out / runfolder.CHECKPOINTS
+    def _save(self) -> None:
+        """Collective. Begin a checkpoint; soon after, ask all ranks whether it is stored."""
         if self.rows:
             self.rows.sync()
-        step = self.step
-        self.transport.on_root(lambda: write.prepare(folder, step))
-        writer = write.CheckpointWriter(folder, step, self.transport.rank, self.transport.host)
-        self._header = write.header(
-            self.plan,
-            digest=self.digests[0],
-            program=self.digests[1],
-            step=step,
-            epoch=self.epoch,
-            state={
-                "best": self.best,
-                "best_step": self.best_step,
-                "since_best": self.since_best,
-            },
-        )
-        self.session.save(writer)
-        self._saving = self.saved = step
-        self.next_agreement = step + 1
-        self.clock = time.monotonic()
-
-    def _finish_save(self) -> None:
-        """Collective. Wait until every rank has stored its part; make the checkpoint complete."""
-        if self._saving is None:
-            return
-        self.session.writes.wait()
-        self.transport.barrier().wait(self.transport.check)
-        self._commit()
-
-    def _commit(self) -> None:
-        folder = self.options.out / runfolder.CHECKPOINTS
-        header, keep = self._header, self.plan.settings.keep
-        protect = (self.best_step,) if self.best_step else ()
-
-        def commit() -> None:
-            write.commit(folder, header, self.plan.mesh.size)
-            write.prune(folder, keep, protect)
-
-        self.transport.on_root(commit)
-        self._saving = None
+        self.saves.begin(self.step, self.epoch)
+        self.next_agreement = self.step + 1
 
     def _agree(self) -> bool:
         """Collective. Exchange what ranks know by themselves; whether to stop."""
         minutes = self.plan.settings.save_minutes
         now, (before, step) = time.monotonic(), self.agreed
-        late = bool(minutes) and now - self.clock > 60 * minutes
+        late = bool(minutes) and now - self.saves.clock > 60 * minutes
         pace = (now - before) / max(self.step - step, 1)
         mine = [self.asked_to_stop, late and self.root, self.session.writes.idle, pace]
         stop, save, stored, paces = zip(
             *(json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())),
             strict=True,
         )
-        if self._saving is not None and all(stored):
-            self._commit()
+        if self.saves.under_way is not None and all(stored):
+            self.saves.commit()
         # Often enough for a signal to be heeded within about a second, on the slowest rank.
         self.agreed = now, self.step
         pause = max(1, round(_AGREE_SECONDS / max(paces)))
         # After a save at every step, for about a second, as most are stored by then.
-        soon = self._saving is not None and self.step < self._saving + pause
+        under_way = self.saves.under_way
+        soon = under_way is not None and self.step < under_way + pause
         self.next_agreement = self.step + (1 if soon else pause)
         if any(save):
-            self._begin_save()
+            self._save()
         return any(stop)
 
     # -- telling
@@ -421,21 +332,7 @@ class _Loop:
         everyone = [json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())]
         if self.rows is None:
             return
-        peaks, processes, sends, figures = zip(*everyone, strict=True)
-        names = (arena_name(self.plan.device, space) for space in arenas)
-        last: dict[str, Any] = {
-            "peak_bytes": dict(zip(names, map(max, zip(*peaks, strict=True)), strict=True)),
-            "process_bytes": max(processes),
-        }
-        predicted: dict[str, Any] = {
-            "peak_bytes": dict(self.plan.arenas),
-            "process_bytes": self.plan.process_bytes,
-        }
-        if steps:
-            measured, foreseen = joined(self.plan, list(figures))
-            last |= {"bytes_sent": max(sends), **measured}
-            predicted |= {"bytes_sent": most_sent(self.plan, "train"), **foreseen}
-        last["predicted"] = predicted
+        last = last_row(self.plan, tuple(arenas), everyone, any_steps=bool(steps))
         self.rows.add(last)
         if stopped:
             self._say(f"stopped as asked after step {self.step}; run again to go on")
