@@ -17,6 +17,8 @@ schedule     the order of every stream                       schedule.py
 memory       offsets                                         memory.py, pack.py, tightfit.py
 price        predicted seconds                               here, by plan.simulator
 verify       proof                                           plan/verify.py
+
+Evaluations take the same steps on a graph without updates, see evaluation.py.
 """
 
 from __future__ import annotations
@@ -46,17 +48,17 @@ from mpiflow.compiler.arrange import (
 from mpiflow.compiler.attempts import Levels, Planner, cheapest
 from mpiflow.compiler.budget import Share
 from mpiflow.compiler.differentiate import differentiate
+from mpiflow.compiler.evaluation import Evaluations, averages
 from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes
 from mpiflow.compiler.lower import lower_initialise, lower_save
 from mpiflow.compiler.memory import Packed
 from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
-from mpiflow.compiler.pipeline import stream_count
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
 from mpiflow.compiler.routes import route_notes
 from mpiflow.compiler.signature import Placed, choose
-from mpiflow.compiler.stages import Stages, assign_like, assign_stages, shares_of
+from mpiflow.compiler.stages import Stages, assign_stages, shares_of
 from mpiflow.compiler.trace import take_rows, trace
 from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.compiler.zero import level_note
@@ -64,9 +66,7 @@ from mpiflow.errors import CompileError, JobError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import B, Layout
 from mpiflow.job import Job
-from mpiflow.optim import average_name
 from mpiflow.plan.records import (
     MOST_FIRINGS,
     DataSet,
@@ -236,14 +236,18 @@ class _Compiler:
             }
             for placed, mesh in zip(train.layouts, self.inside, strict=True)
         ]
-        evaluations = [
+        evaluations = Evaluations(
+            self.job, self.data, self.target, partial(self._traced, training=False), self._shares,
+            self.observe, self.notes,
+        )  # fmt: skip
+        evaluating = [
             step
             for name in self.job.evaluations
-            for step in self._evaluations(name, train, variables, limit)
+            for step in evaluations.steps(name, train, variables, limit)
         ]
         while True:
             parts = [
-                self._part(stage, train, evaluations, variables[stage])
+                self._part(stage, train, evaluating, variables[stage])
                 for stage in range(self.mesh.stages)
             ]
             packed = arrange_stages(parts, self.target, self.folder, self.observe)
@@ -288,7 +292,7 @@ class _Compiler:
             variables = {n: replace(variables[n], stage=stage) for n in chunks}
             # What several stages keep, the first of them saves.
             saved = {n: v for n, v in variables.items() if stage == train.stages.first(chunks[n])}
-        shown, inside = self._averages(variables), self.inside[stage]
+        shown, inside = averages(self.job, variables), self.inside[stage]
         programs = [
             lower_initialise(graph, variables, inside, self.machine),
             train.program(stage, variables),
@@ -325,81 +329,6 @@ class _Compiler:
         elif not graph.outputs:
             raise JobError(f"{program}: the model gives no scalar, such as mf.mean(x)")
         return graph
-
-    def _averages(self, variables: dict[str, Variable]) -> dict[str, Variable]:
-        """What an evaluation uses for each variable: its average, where the optimizer has one."""
-        if not self.job.optimizer.ema:
-            return variables
-        return {
-            name: variables.get(average_name(name), v) if v.trainable else v
-            for name, v in variables.items()
-        }
-
-    def _evaluations(
-        self,
-        name: str,
-        train: Step,
-        variables: list[dict[str, Variable]],
-        limit: Limit | None,
-    ) -> list[Step]:
-        """A step for the full batches of an evaluation, one for the rows that are left.
-
-        `variables` are those of training, as each stage has them.
-        """
-        data = self.data[name]
-        base = evaluation_program(name)
-        tail = data.rows % data.batch
-        kept = {
-            mesh: {name: v.layout for name, v in self._averages(mine).items()}
-            for mesh, mine in zip(self.inside, variables, strict=True)
-        }
-        sizes = [(base, data.batch)] if data.rows >= data.batch else []
-        sizes += [(f"{base}_tail", tail)] if tail else []
-        steps = []
-        for program, rows in sizes:
-            graph = self._traced(program, data, rows, training=False)
-            _same_variables(graph, variables[0])
-            timing = self._evaluation_timing(graph, rows)
-            self.observe("micro-batches", program, timing or f"one micro-batch of {rows} rows")
-            stages = train.stages and assign_like(graph, train.stages)
-            layouts = self.target.on_each(
-                partial(self._evaluated, graph, timing, limit, kept, stages)
-            )
-            steps.append(make_step(layouts, name, rows, self.target, timing, stages, forward=True))
-        return steps
-
-    def _evaluated(
-        self,
-        graph: Graph,
-        timing: Timing | None,
-        limit: Limit | None,
-        kept: dict[Mesh, dict[str, Layout]],
-        stages: Stages | None,
-        inside: Mesh,
-    ) -> Placed:
-        """The layouts of an evaluation on the ranks of a stage; variables are in those `kept`."""
-        mesh = inside.in_time(timing.micro_batches if timing else 1)
-        fixed = {name: (B,) * mesh.timed + layout for name, layout in kept[inside].items()}
-        if limit is not None:
-            limit = replace(limit, shares=self._shares(stages, inside))
-        placed = choose(graph, mesh, self.machine, fixed, timing=timing, limit=limit)
-        self.observe("signatures", graph.name, placed)
-        return placed
-
-    def _evaluation_timing(self, graph: Graph, rows: int) -> Timing | None:
-        """With pipeline stages, evaluations are cut as training is, or as nearly as rows allow."""
-        count = stream_count(self.mesh, rows, self.job.micro_batches)
-        if count == 1:
-            return None
-        try:
-            return divide(graph, count)
-        except CompileError as error:
-            why = str(error).partition("\n")[0]
-            self.notes.append(
-                f"{graph.name} is not cut into micro-batches, so its stages wait for one another:"
-                f" {why}"
-            )
-            return None
 
     def _finish(self, step: Step, packed: list[Packed]) -> Plan:
         train, placed, graph = self.data["train"], step.placed, step.placed.graph
@@ -444,26 +373,3 @@ class _Compiler:
         """The memory of a process: Python, MPI and HDF5, the arena, what reading keeps."""
         read = reading_bytes(packed.programs, self.data, self.mesh, self.cache_bytes)
         return self.machine.process_bytes + packed.in_process(self.target.device) + read
-
-
-def evaluation_program(name: str) -> str:
-    """The program that evaluates a data set; "_tail" is added for its last rows."""
-    return "evaluate" if name == "evaluate" else f"evaluate.{name}"
-
-
-def _same_variables(graph: Graph, variables: dict[str, Variable]) -> None:
-    for name, variable in graph.variables.items():
-        trained = variables.get(name)
-        tensor = variable.tensor
-        if trained is None:
-            raise JobError(
-                f"{graph.name} makes variable {name!r}, which training does not have; names must"
-                f" be the same in both traces\n  {tensor.where}"
-            )
-        if (trained.shape, trained.dtype) != (tensor.shape, tensor.dtype):
-            raise JobError(
-                f"variable {name!r} is {trained.dtype}{list(trained.shape)} in training and"
-                f" {tensor.dtype}{list(tensor.shape)} in {graph.name}\n  {tensor.where}"
-            )
-    if graph.assigns:
-        raise JobError(f"{graph.name} assigns {next(iter(graph.assigns))}; only training may")
