@@ -13,7 +13,11 @@ class Fault(Exception):
 
 def explore(plan, program, steps=3):
     """Raise Fault where any interleaving of `steps` steps goes wrong; give the states seen."""
-    machine = Machine(plan, program, steps)
+    return explored(Machine(plan, program, steps))
+
+
+def explored(machine):
+    """Raise Fault where any way through the states goes or ends wrong; give how many there are."""
     todo, seen = [machine.initial()], set()
     while todo:
         state = todo.pop()
@@ -21,8 +25,8 @@ def explore(plan, program, steps=3):
             continue
         seen.add(state)
         following = list(machine.moves(state))
-        if not following and any(done < 2 * steps for done in state[0]):
-            raise Fault("hangs")
+        if not following:
+            machine.check_end(state)
         todo += following
     return len(seen)
 
@@ -52,6 +56,10 @@ class Machine:
             for at in self.bytes(name, 0):
                 memory[at] = (name, 0)
         return (0,) * len(self.tasks), tuple(memory)
+
+    def check_end(self, state):
+        if any(done < 2 * self.steps for done in state[0]):
+            raise Fault("hangs")
 
     def segments(self, start, nbytes):
         return range(bisect_left(self.edges, start), bisect_left(self.edges, start + nbytes))
@@ -96,7 +104,7 @@ class Machine:
     def start(self, done, memory, i):
         step, task = done[i] // 2, self.tasks[i]
         if step and task.stream != "read" and all(done[j] == 2 * step for j in self.inside):
-            self.check_end(memory, step - 1)
+            self.check_step(memory, step - 1)
         for name in task.inputs:
             self.expect(memory, name, step, self.value(name, step), f"{task.name} starts")
         written = self.written(i, step)
@@ -122,7 +130,7 @@ class Machine:
                 memory[at] = (name, step + (name in self.variables))
         done = self.advance(done, i)
         if i in self.inside and all(done[j] == 2 * step + 2 for j in self.inside):
-            self.check_end(memory, step)
+            self.check_step(memory, step)
         return done, tuple(memory)
 
     def written(self, i, step):
@@ -130,7 +138,7 @@ class Machine:
         places = [at for name in task.outputs for at in self.bytes(name, step)]
         return [*places, *self.segments(*task.workspace)]
 
-    def check_end(self, memory, step):
+    def check_step(self, memory, step):
         for output in self.program.outputs:
             self.expect(memory, output.register, step, (output.register, step), "the step ends")
         for name in sorted(self.variables):

@@ -7,7 +7,7 @@ firing is disturbed by those that touch its bytes (one of the two writing) in no
 
 from bisect import bisect_left
 
-from oracle import Fault
+from oracle import Fault, explored
 
 from mpiflow.plan.records import READ, RECEIVE, SEND
 from mpiflow.plan.unroll import slot_before, unroll
@@ -15,18 +15,7 @@ from mpiflow.plan.unroll import slot_before, unroll
 
 def explore_stages(plan, name, *, reduced=True):
     """Raise Fault where any interleaving of a step goes wrong; give the number of states seen."""
-    machine = Machine(plan, name, reduced)
-    todo, seen = [machine.initial()], set()
-    while todo:
-        state = todo.pop()
-        if state in seen:
-            continue
-        seen.add(state)
-        following = list(machine.moves(state))
-        if not following:
-            machine.check_end(state)
-        todo += following
-    return len(seen)
+    return explored(Machine(plan, name, reduced))
 
 
 class Lane:
