@@ -3,19 +3,22 @@
     python benchmarks/predicted_vs_measured.py [--cluster FILE.toml] [--quick] [--steps N]
                                                [--ranks 1,2] [--cpu] [NAME ...]
     python benchmarks/predicted_vs_measured.py --layouts NAME [--cluster FILE.toml] ...
+    mpiexec -n N python benchmarks/predicted_vs_measured.py --inside NAME LAYOUT --cluster FILE.toml
 
 Calibrates on as many ranks as the largest number given, unless --cluster names a machine file;
 then runs training steps of each job on each number of ranks, without saving or evaluating, and
 compares them with the plan's prediction. `median` is over all steps but the first ones, `calm`
 that of the calmest five steps in a row, which other load on the machine disturbs least; errors are
 those of `calm`. With --layouts, one job runs on two ranks in five layouts, to compare their order
-by predicted and by measured time. On a busy machine --cpu counts the seconds that the main thread
+by predicted and by measured time; with --inside, one job in one layout on the ranks of an MPI job,
+such as those of two_hosts.py. On a busy machine --cpu counts the seconds that the main thread
 was at work, which says how good the prices of kernels are; what ranks wait for is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +50,7 @@ LAYOUTS = {
     "stage=2, 4 micro-batches": ("stage=2", 4, None),
 }
 """Mesh, micro-batches, ZeRO."""
+INSIDE = {**LAYOUTS, "stage=2, 8 micro-batches": ("stage=2", 8, None)}
 
 
 def train(name: str, layout: str, data: Path, cluster: str, steps: int, cpu: bool) -> None:
@@ -64,7 +69,7 @@ def train(name: str, layout: str, data: Path, cluster: str, steps: int, cpu: boo
         job, folder = load_job(str(ROOT / "examples" / file), settings)
         # Rank 0 first: it may have data to generate.
         transport.on_root(lambda: job.train.make and job.train.make(data))
-        axes, micro_batches, zero = LAYOUTS.get(layout, (None, 1, None))
+        axes, micro_batches, zero = INSIDE.get(layout, (None, 1, None))
         mesh = choose_mesh(transport.size, axes)
         job = replace(job, evaluate=None, micro_batches=micro_batches)
         plan = make_plan(job, folder, mesh, data, machine=find_machine(cluster), zero=zero)
@@ -103,10 +108,26 @@ def compare(
 ) -> tuple[float, float, float]:
     """Predicted seconds of a step, the median, and that of the calmest steps."""
     output = mpiexec(ranks, __file__, "--train", name, layout, *arguments)
+    return figures(output)
+
+
+def figures(output: str) -> tuple[float, float, float]:
+    """Predicted seconds of a step, the median, and that of the calmest, of what `train` prints."""
     predicted, seconds = json.loads(output.splitlines()[-1])
     seconds = seconds[WARM:]
     windows = [seconds[i : i + CALM] for i in range(len(seconds) - CALM + 1)]
     return predicted, statistics.median(seconds), min(map(statistics.median, windows))
+
+
+def inside(name: str, layout: str, cluster: Path, steps: int) -> None:
+    """One job in one layout on the ranks that this is one of."""
+    data, output = Path(tempfile.gettempdir()) / "mpiflow-predicted", io.StringIO()
+    with redirect_stdout(output):
+        train(name, layout, data, str(cluster), steps, cpu=False)
+    if output.getvalue():
+        found = figures(output.getvalue())
+        times = "".join(f"{1e3 * seconds:8.2f} ms" for seconds in found)
+        print(f"{name:12} {layout}{times}  {100 * (found[0] / found[2] - 1):+5.0f} %")
 
 
 def report(names: list[str], counts: list[int], *arguments: object) -> None:
@@ -144,11 +165,15 @@ def main() -> None:
     options.add_argument("--cpu", action="store_true")
     options.add_argument("names", nargs="*", default=list(JOBS), metavar="NAME")
     options.add_argument("--layouts", metavar="NAME")
+    options.add_argument("--inside", nargs=2, metavar=("NAME", "LAYOUT"))
     options.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.train:
         name, layout, data, cluster, steps, cpu = given.train
         train(name, layout, Path(data), cluster, int(steps), cpu == "True")
+        return
+    if given.inside:
+        inside(*given.inside, given.cluster, given.steps + WARM)
         return
     counts = [int(part) for part in given.ranks.split(",")]
     with tempfile.TemporaryDirectory() as folder:
