@@ -42,7 +42,7 @@ def join(name: str, rate: str) -> None:
         run(*inside, "ip", "address", "add", f"{address}/24", "dev", device)
         run(*inside, "ip", "link", "set", device, "up")
         run(*inside, "ip", "link", "set", "lo", "up")
-        bucket = ("tbf", "rate", rate, "burst", "32kb", "latency", "50ms")
+        bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
         run(*inside, "tc", "qdisc", "add", "dev", device, "root", *bucket)
 
 

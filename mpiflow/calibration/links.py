@@ -154,15 +154,19 @@ class Beside:
 
     def hidden(self, start: Start, seconds: float) -> float:
         """Collective. What part is hidden of a message that takes so long alone."""
-        began = time.perf_counter()
-        self._kernel()
-        count = math.ceil(2 * seconds / max(time.perf_counter() - began, 1e-6))
+        count = math.ceil(2 * seconds / max(min(map(self._once, range(_TURNS))), 1e-6))
         most = round(max(_everyone(self._transport, count)))
         calls = (self._kernel,) * min(most, _MOST_KERNELS)
         segment = Segment(calls, (), awaited=True)
-        kernels = min(self._took(segment, None) for _ in range(_TURNS))
-        both = min(self._took(segment, start) for _ in range(_TURNS))
+        turns = [(self._took(segment, None), self._took(segment, start)) for _ in range(_TURNS)]
+        kernels, both = map(statistics.median, zip(*turns, strict=True))
         return (kernels + seconds - both) / min(kernels, seconds)
+
+    def _once(self, _turn: int) -> float:
+        """The seconds of a kernel."""
+        began = time.perf_counter()
+        self._kernel()
+        return time.perf_counter() - began
 
     def _took(self, segment: Segment, start: Start | None) -> float:
         """Collective. The seconds of the kernels, and of the message beside them."""

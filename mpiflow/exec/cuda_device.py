@@ -32,7 +32,7 @@ from mpiflow.exec.direct import DirectGroup
 from mpiflow.exec.nccl import NcclGroup, NcclStages
 from mpiflow.exec.placement import shared_gpus, take_gpu
 from mpiflow.exec.proof import prove
-from mpiflow.exec.segments import Call, Events, Segment
+from mpiflow.exec.segments import Call, Events, Segment, task_at
 from mpiflow.exec.transport import Group, Message, Request, Transport, on_all_ranks
 from mpiflow.plan.places import ACCELERATOR, CUDA_MPI, NCCL, PINNED
 from mpiflow.plan.records import COMPUTE, Task
@@ -96,12 +96,13 @@ class CudaStream:
             if event is not None:
                 self._driver.wait(self._handle, event)
         with self._driver.on(self._handle), self._care(segment):
-            for task, call in zip(segment.tasks, segment.calls, strict=True):
-                try:
+            calls = iter(segment.calls)
+            try:
+                for call in calls:
                     call()
-                except Exception as error:
-                    self.failure = task, error
-                    return
+            except Exception as error:
+                self.failure = task_at((segment, calls)), error
+                return
         event = self._idle.pop() if self._idle else self._driver.event()
         self._driver.record(event, self._handle)
         self._pending.append((event, segment))

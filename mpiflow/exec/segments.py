@@ -91,7 +91,7 @@ class InlineStream:
             for call in calls:
                 call()
         except Exception as error:
-            self.failure = _at(self._running), error
+            self.failure = task_at(self._running), error
         self.ended = time.perf_counter()
         self.seconds += self.ended - began
         self.done += 1
@@ -100,7 +100,7 @@ class InlineStream:
     def task(self) -> Task | None:
         """The task that is being done."""
         running = self._running
-        return None if running is None else _at(running)
+        return None if running is None else task_at(running)
 
     def clock(self) -> float:
         """The time."""
@@ -159,7 +159,7 @@ class HostStream:
     def task(self) -> Task | None:
         """The task that is being done."""
         running = self._running
-        return None if running is None else _at(running)
+        return None if running is None else task_at(running)
 
     def clock(self) -> float:
         """The time."""
@@ -180,7 +180,7 @@ class HostStream:
                     for call in calls:
                         call()
                 except BaseException as error:
-                    self.failure = _at(self._running), error
+                    self.failure = task_at(self._running), error
                     self._wake()
                     return
                 self._running = None
@@ -191,7 +191,7 @@ class HostStream:
                     self._wake()
 
 
-def _at(running: tuple[Segment, Any]) -> Task:
+def task_at(running: tuple[Segment, Any]) -> Task:
     """The task whose call was taken last."""
     segment, calls = running
     if segment.marks is None:
