@@ -217,7 +217,8 @@ def _predictions(found: Merged) -> Iterator[Firing]:
     over = -np.inf
     for step in found.steps:
         moved = min(each.spans[step - each.trace.first, 0] for each in found.ranks) - begin
-        if simulation.ends[last - 1] + moved >= over:
+        # Steps that follow at once may overlap by a rounding of their times.
+        if simulation.ends[last - 1] + moved >= over - 1e-9:
             over = simulation.ends[last] + moved
             drawn += [
                 replace(f, step=step, start=f.start + moved, stop=f.stop + moved) for f in firings
