@@ -36,13 +36,13 @@ class _Numpy:
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
-    def matmul(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+    def matmul(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> np.ndarray:
         """As NumPy's, into an array; what is narrower than float32 is rounded once, at the end."""
         if out.dtype.itemsize > 2:
-            np.matmul(left, right, out=out)
-            return
+            return np.matmul(left, right, out=out)
         product = np.matmul(left.astype(np.float32), right.astype(np.float32))
         np.copyto(out, product, casting="unsafe")
+        return out
 
 
 class DeviceMessage:
