@@ -33,6 +33,8 @@ from mpiflow.ops.embedding import EmbeddingGrad
 from mpiflow.ops.rows import Lookup, SumRows
 from mpiflow.plan.records import (
     READ,
+    RECEIVE,
+    SEND,
     WRITE,
     Output,
     Program,
@@ -330,12 +332,25 @@ class _Lowering:
 
 
 def in_phases(program: Program) -> Program:
-    """With the phase of the tasks that fire once: the first that what they need allows."""
+    """With the phase of the tasks that fire once: as late as what needs them allows.
+
+    So what only updates take, as another layout of a moment, is not held by the loops before them.
+    Messages between stages are as early as they can be, on both sides.
+    """
     needs = program.needs()
-    phase = {task.name: task.phase for task in program.tasks}
-    for name in TopologicalSorter(needs).static_order():
-        before = (phase[need] for need in needs[name])
-        phase[name] = phase[name] or max((p + p % 2 for p in before), default=0)
+    fixed = {task.name: task.phase for task in program.tasks}
+    messages = {task.name for task in program.tasks if task.kind in (SEND, RECEIVE)}
+    order = list(TopologicalSorter(needs).static_order())
+    phase: dict[str, int] = {}
+    for name in order:
+        before = (p + p % 2 for need in needs[name] for p in [phase[need]])
+        phase[name] = fixed[name] or max(before, default=0)
+    latest: dict[str, int] = {}
+    for name in reversed(order):
+        if not fixed[name] and name in latest and name not in messages:
+            phase[name] = max(phase[name], latest[name] - latest[name] % 2)
+        for need in needs[name]:
+            latest[need] = min(latest.get(need, phase[name]), phase[name])
     tasks = tuple(replace(task, phase=phase[task.name]) for task in program.tasks)
     return replace(program, tasks=tasks)
 
