@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from mpiflow.compiler.limited import Limited, minimise_within
+from mpiflow.compiler.assignments import Limited
+from mpiflow.compiler.limited import minimise_within
 
 BEST = {"B": 532_843, "G": 217_039, "V": 1_632_051}
 FORBIDDEN = 1e15

@@ -80,11 +80,15 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """All that is held, and at which of the `nodes`, in order, as much as at no other around it."""
+    """All that is held, and at which of the `nodes`, in order, as much as at no other around it.
+
+    `firsts` are where the nodes of each share begin.
+    """
 
     held: tuple[Held, ...]
     nodes: tuple[Node, ...]
     peaks: tuple[int, ...]
+    firsts: tuple[int, ...] = (0,)
 
     def bytes_at(self, choice: Sequence[int]) -> Table:
         """The bytes of all that is held, one by one."""
@@ -121,12 +125,14 @@ def _in_turn(budgets: Sequence[Budget]) -> Budget:
     held: list[Held] = []
     nodes: list[Node] = []
     peaks: list[int] = []
+    firsts: list[int] = []
     for each in budgets:
         first = len(nodes)
+        firsts.append(first)
         held += [replace(h, start=first + h.start, stop=first + h.stop) for h in each.held]
         peaks += [first + peak for peak in each.peaks]
         nodes += each.nodes
-    return Budget(tuple(held), tuple(nodes), tuple(peaks))
+    return Budget(tuple(held), tuple(nodes), tuple(peaks), tuple(firsts))
 
 
 class _Collector:
@@ -288,7 +294,8 @@ class _Collector:
                 domain, _ = self.problem.position[tensor]
                 summed = self._given(tensor, whole=True)
                 self._add(tensor, "sum", (domain,), summed, first, last)
-                start = max(start, last + 1)
+                # It may be reduced while the last turn of a pipeline, which is as any other, ends.
+                start = first if self.share else max(start, last + 1)
         elif self._loops(reader) and not self._loops(maker):
             stop = max(stop, self.loop[1])
         self._add(tensor, "tensor", (self.domain[reader],), taken, start, stop)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpiflow.compiler.assignments import DoesNotFit
 from mpiflow.compiler.bounds import Table
 from mpiflow.compiler.budget import Budget, Held, Share, budget
 from mpiflow.compiler.domains import DATA
 from mpiflow.compiler.elimination import Pairs, Solution, minimise
-from mpiflow.compiler.limited import DoesNotFit, NotFound, minimise_within
+from mpiflow.compiler.limited import NotFound, minimise_within
 from mpiflow.compiler.zero import LEVELS, split_variables
 from mpiflow.errors import CompileError
 from mpiflow.graph.sbp import S
@@ -31,6 +32,8 @@ _CLOSE = 1e-3
 """The share of the seconds that is not worth a comparison with what people would write."""
 _ROUNDS = 4
 """Plans that are made at most, each with a tighter limit."""
+_STEEPEST = 4.0
+"""How many bytes less a budget is at most for each byte that an arena is to be smaller."""
 _SEARCHED, _DEAR = 3, 100.0
 """Assignments among which one of little memory is looked for, and how many times the seconds of
 the fastest all of its memory costs then."""
@@ -84,6 +87,7 @@ class Intervals:
         self.stops = np.array([one.stop for one in held.held], np.intp)
         self.peaks = np.array(held.peaks, np.intp)
         self.count = len(held.nodes)
+        self.firsts = np.array(held.firsts, np.intp)
 
     def __len__(self) -> int:
         return len(self.peaks)
@@ -92,6 +96,12 @@ class Intervals:
         """The numbers of what is held at a peak."""
         at = self.peaks[index]
         return np.flatnonzero((self.starts <= at) & (self.stops >= at))
+
+    def parts(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """The share that each peak belongs to, and what is held."""
+        places = (self.peaks, self.starts)
+        peaks, held = (np.searchsorted(self.firsts, at, side="right") - 1 for at in places)
+        return peaks, held
 
     def used(self, each: Table) -> Table:
         """The bytes at each peak, given those of all that is held."""
@@ -191,18 +201,42 @@ def _with_prices(problem: Problem, held: Budget, price: Table) -> tuple[list[Tab
 
 def held_bytes(placed: Placed, shares: tuple[Share, ...] = ()) -> float:
     """What a rank holds at the peak, as a limit counts it; of stages the one that holds most."""
+    return max(held_by_share(placed, shares))
+
+
+def held_by_share(placed: Placed, shares: tuple[Share, ...] = ()) -> list[float]:
+    """What a rank of each stage holds at the peak, as a limit counts it."""
     zero = placed.limit.zero if placed.limit else 0
     held = budget(placed.problem, scatter=zero > 1, again=zero > 2, shares=shares)
-    return held.peak(placed.choice)
+    profile = held.profile(placed.choice)
+    ends = (*held.firsts[1:], len(profile))
+    return [float(profile[a:b].max(initial=0.0)) for a, b in zip(held.firsts, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[T]):
-    """Something that was planned: the bytes of its arena, and how many a budget counts of them."""
+    """Something that was planned: the bytes of its arena, and how many a budget counts of them.
+
+    Where they are `guessed`, it has too many for certain, and no offsets were looked for.
+    """
 
     made: T
     nbytes: int
     counted: Callable[[], float]
+    guessed: bool = False
+
+
+def _pace(tried: Sequence[tuple[float, int]]) -> float:
+    """How much less a budget must be for each byte that an arena is to be smaller.
+
+    That is as much, or as the last two budgets and arenas were apart, if that is more.
+    """
+    if len(tried) < 2:
+        return 1.0
+    (budget, arena), (next_budget, next_arena) = tried[-2:]
+    if not next_arena < arena:
+        return _STEEPEST
+    return min(max((budget - next_budget) / (arena - next_arena), 1.0), _STEEPEST)
 
 
 def within(
@@ -220,9 +254,9 @@ def within(
         return free
     ratio = min(free.counted() / free.nbytes, 1.0)
     failed: TooLarge | None = None
-    smallest = free.nbytes
+    arenas = [] if free.guessed else [free.nbytes]
     for kind in limits:
-        aimed = limit * ratio
+        aimed, tried = limit * ratio, list[tuple[float, int]]()
         for _ in range(_ROUNDS):
             try:
                 made = plan(replace(kind, nbytes=aimed))
@@ -235,13 +269,14 @@ def within(
                 continue
             if made.nbytes <= limit:
                 return made
-            smallest = min(smallest, made.nbytes)
-            aimed -= made.nbytes - limit
+            arenas.append(made.nbytes)
+            tried.append((aimed, made.nbytes))
+            aimed -= (made.nbytes - limit) * _pace(tried)
     if failed is None:
         raise CompileError(
             f"the job does not fit {size_text(limit)} a rank: of the plans that were made the"
-            f" smallest needs {size_text(smallest)}; take more micro-batches or ranks,"
+            f" smallest needs {size_text(min(arenas))}; take more micro-batches or ranks,"
             " --recompute auto or full, a smaller batch, or a larger --memory"
         )
-    failed.arena = smallest
+    failed.arena = min(arenas, default=0)
     raise failed

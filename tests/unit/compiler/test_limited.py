@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mpiflow.compiler import limited
+from mpiflow.compiler.assignments import DoesNotFit, Limited, Listed
 from mpiflow.compiler.elimination import minimise
-from mpiflow.compiler.limited import DoesNotFit, Limited, minimise_within
+from mpiflow.compiler.limited import minimise_within
 from mpiflow.errors import CompileError
 
 
@@ -126,6 +127,32 @@ def test_a_transformer_fits_half_of_its_memory_within_one_percent_of_the_best():
     found = minimise_within(*problem, needed / 2)
     assert found.memory <= needed / 2
     assert free.total < found.lower < found.total
+    assert found.gap < 0.01
+
+
+class Parts(Listed):
+    """Live sets of two parts, which have half of all sets and members each."""
+
+    def parts(self):
+        return (
+            np.repeat([0, 1], len(self.sets) // 2),
+            np.repeat([0, 1], self.count // 2),
+        )
+
+
+def test_parts_are_mixed_one_after_another_and_all_fit():
+    one, other = (transformer(40, np.random.default_rng(seed)) for seed in (0, 1))
+    first = len(one[0])
+    costs, memory = one[0] + other[0], one[2] + other[2]
+    moved = {(a + first, b + first): table for (a, b), table in other[1].items()}
+    pairs = one[1] | moved | {(0, first): 0.1 * (1 - np.eye(8))}
+    sets = one[3] + [[v + first for v in variables] for variables in other[3]]
+    live = Parts(sets, len(memory))
+    free = minimise(costs, pairs)
+    needed = live.used(np.array([m[i] for m, i in zip(memory, free.choice, strict=True)]))
+    found = minimise_within(costs, pairs, memory, live, needed.max() / 2)
+    assert free.total < found.lower < found.total
+    assert found.memory <= needed.max() / 2
     assert found.gap < 0.01
 
 
