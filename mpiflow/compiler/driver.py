@@ -49,13 +49,14 @@ from mpiflow.compiler.attempts import Levels, Planner, cheapest
 from mpiflow.compiler.budget import Share
 from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.evaluation import Evaluations, averages
-from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_bytes
+from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_by_share
 from mpiflow.compiler.lower import lower_initialise, lower_save
 from mpiflow.compiler.memory import Packed
 from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
+from mpiflow.compiler.rooms import moved
 from mpiflow.compiler.routes import route_notes
 from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import Stages, assign_stages, shares_of
@@ -82,6 +83,13 @@ STEPS = (
     "stages", "lower", "fuse", "bucket", "copies", "schedule", "memory", "price", "verify",
 )  # fmt: skip
 """What `--after` takes; boxing shows in what `lower` gives."""
+
+_MANY_NODES = 4000
+"""From so many on, no offsets are looked for where layouts alone hold too much."""
+_COUNTED = 0.88
+"""The share of such a model's arena that layouts are counted to hold, at least."""
+_MOVES = 3
+"""How often nodes are moved between pipeline stages, so that all keep a limit on memory."""
 
 Made = tuple[Step, list[Packed]]
 """A training step with its layouts, and the programs of each pipeline stage with their memory."""
@@ -183,18 +191,65 @@ class _Compiler:
             train = fastest()
             if limit is not None:
                 train = self._train_step(graph, timing, limit, train.stages)
+            elif guessed := self._guessed(train):
+                return guessed
             train, packed = self._arranged(train, limit)
+            if limit is None:
+                train, packed = self._moved(train, packed)
             size = max(stage.nbytes for stage in packed)
             return Attempt((train, packed), size, partial(self._held, train))
 
         return attempt
 
+    def _moved(self, train: Step, packed: list[Packed]) -> Made:
+        """With nodes moved from stages that hold too much to others, if all stages then fit.
+
+        What a stage holds besides its nodes is known from a plan, so others are made with these.
+        """
+        made, memory = (train, packed), self.target.memory
+        for _ in range(_MOVES if memory else 0):
+            arenas = [stage.nbytes for stage in made[1]]
+            if max(arenas) <= memory:
+                return made
+            cut = moved(made[0], arenas, memory)
+            if cut is None:
+                break
+            made = self._arranged(self._step(train.layouts, train.timing, cut), None)
+        return made if max(stage.nbytes for stage in made[1]) <= memory else (train, packed)
+
+    def _step(
+        self,
+        layouts: tuple[Placed, ...],
+        timing: Timing | None,
+        stages: Stages | None,
+        zero: int = 0,
+    ) -> Step:
+        """A training step with these layouts on these stages; `zero` is how it is lowered."""
+        self.observe("stages", "train", stages or f"one stage on mesh {self.mesh}")
+        rows, zero = self.data["train"].batch, zero or self.target.zero or 0
+        return hurried(make_step(layouts, "train", rows, self.target, timing, stages, zero))
+
     def _held(self, train: Step) -> float:
         """What the rank that holds most holds in training, as a limit counts it."""
-        return max(
-            held_bytes(placed, self._shares(train.stages, mesh))
-            for mesh, placed in dict(zip(self.inside, train.layouts, strict=True)).items()
-        )
+        return max(self._held_by_stage(train))
+
+    def _held_by_stage(self, train: Step) -> list[float]:
+        """What a rank of each stage holds in training, those of each mesh together."""
+        layouts = dict(zip(self.inside, train.layouts, strict=True))
+        return [
+            held
+            for mesh, placed in layouts.items()
+            for held in held_by_share(placed, self._shares(train.stages, mesh))
+        ]
+
+    def _guessed(self, train: Step) -> Attempt[Made] | None:
+        """A step of a large model that exceeds the limit for certain, wherever it is cut."""
+        if not self.target.memory or len(train.placed.nodes) < _MANY_NODES:
+            return None
+        held = self._held_by_stage(train)
+        if sum(held) <= self.target.memory * self.mesh.stages:
+            return None
+        return Attempt((train, []), round(max(held) / _COUNTED), lambda: max(held), guessed=True)
 
     def _shares(self, stages: Stages | None, mesh: Mesh) -> tuple[Share, ...]:
         """What each of the stages that have this mesh has to hold."""
@@ -264,7 +319,7 @@ class _Compiler:
         stages: Stages | None = None,
     ) -> Step:
         """A training step with the fastest layouts, or with those that keep a limit on `stages`."""
-        data, zero = self.data["train"], self.target.zero or 0
+        zero = self.target.zero or 0
 
         def chosen(inside: Mesh) -> Placed:
             mesh = inside.in_time(self.job.micro_batches)
@@ -277,10 +332,7 @@ class _Compiler:
         if stages is None and self.mesh.stages > 1:
             seconds = [placed.kernel_seconds() for placed in layouts]
             stages = assign_stages(graph, seconds, self.target.pipeline.virtual)
-        self.observe("stages", "train", stages or f"one stage on mesh {self.mesh}")
-        lowered = limit.zero if limit else zero
-        step = make_step(layouts, "train", data.batch, self.target, timing, stages, lowered)
-        return hurried(step)
+        return self._step(layouts, timing, stages, limit.zero if limit else zero)
 
     def _part(
         self, stage: int, train: Step, evaluations: list[Step], variables: dict[str, Variable]

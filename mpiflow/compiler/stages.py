@@ -16,22 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpiflow.compiler.budget import Share
+from mpiflow.compiler.cuts import Room, crossing_bytes, ends, pinned_pieces
 from mpiflow.compiler.forward import forward_nodes, needing_both
 from mpiflow.compiler.pipeline import Pipeline
 from mpiflow.compiler.signature import Placed
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.tensor import Tensor
-from mpiflow.plan.slice import itemsize
-
-_SLACK = 1.05
-"""How much longer than need be the longest piece may take, so that less is sent at the cuts."""
 
 Chunks = tuple[int, ...]
 
@@ -117,12 +112,18 @@ def shares_of(
     )
 
 
-def assign_stages(graph: Graph, seconds: Sequence[dict[Node, float]], virtual: int = 1) -> Stages:
+def assign_stages(
+    graph: Graph,
+    seconds: Sequence[dict[Node, float]],
+    virtual: int = 1,
+    rooms: Sequence[Room] = (),
+) -> Stages:
     """Cut a graph so that the longest piece is as short as can be; `seconds` are of kernels.
 
     Each stage has seconds of its own: it may have more ranks than another. What `mf.stage` pins
     stays where it is pinned. Of cuts about equally good, those that send the least are taken.
-    CompileError where there are fewer nodes than pieces, or pins contradict.
+    `rooms` say what fits each stage, where that is limited. CompileError where there are fewer
+    nodes than pieces, or pins contradict, or no cut fits.
     """
     stages = len(seconds)
     count = stages * virtual
@@ -135,11 +136,25 @@ def assign_stages(graph: Graph, seconds: Sequence[dict[Node, float]], virtual: i
     known = {id(each): _with_backward(graph, nodes, each) for each in seconds}
     own = [known[id(each)] for each in seconds]
     spent = [np.array(list(own[c % stages].values())) for c in range(count)]
-    ends = _ends(spent, _crossing(nodes), _pinned(graph, nodes, count))
-    chunks = {node: c for c in range(count) for node in nodes[ends[c] : ends[c + 1]]}
+    each = [Room(r.nbytes, r.limit / virtual) for r in rooms] * virtual
+    cut = ends(spent, crossing_bytes(nodes), pinned_pieces(graph, nodes, count), each)
+    if cut is None:
+        held = "what stages may hold, and " if rooms else ""
+        raise CompileError(
+            f"{held}the nodes pinned with mf.stage leave no way to cut the model into {count}"
+            " pieces"
+        )
+    chunks = {node: c for c in range(count) for node in nodes[cut[c] : cut[c + 1]]}
     return _Spread(graph, chunks, {}).stages(
         count, stages, {node: own[c % stages][node] for node, c in chunks.items()}
     )
+
+
+def node_by_node(graph: Graph) -> tuple[list[Node], Stages]:
+    """The nodes that are cut, in order, and what goes with each if it is a piece of its own."""
+    nodes = _cut_nodes(graph)
+    chunks = {node: i for i, node in enumerate(nodes)}
+    return nodes, _Spread(graph, chunks, {}).stages(len(nodes), len(nodes), dict.fromkeys(nodes, 0))
 
 
 def _with_backward(
@@ -195,84 +210,6 @@ def assign_equally(graph: Graph, other: Stages) -> Stages:
 def _cut_nodes(graph: Graph) -> list[Node]:
     """What is cut: the forward nodes that depend on the batch and on a variable."""
     return needing_both(graph, (v.tensor for v in graph.variables.values()))
-
-
-def _crossing(nodes: list[Node]) -> NDArray[np.float64]:
-    """The bytes of the tensors that are made before each place in the list and read behind it."""
-    index = {node: i for i, node in enumerate(nodes)}
-    last: dict[Tensor, int] = {}
-    for i, node in enumerate(nodes):
-        last.update({t: i for t in node.inputs if t.node in index})
-    change = np.zeros(len(nodes) + 2)
-    for tensor, reader in last.items():
-        nbytes = prod(tensor.shape) * itemsize(tensor.dtype)
-        change[index[tensor.node] + 1] += nbytes  # type: ignore[index]
-        change[reader + 1] -= nbytes
-    return np.cumsum(change)[:-1]
-
-
-def _pinned(graph: Graph, nodes: list[Node], count: int) -> list[int]:
-    """The piece that each node is pinned to, -1 for none.
-
-    One model serves any number of stages: where it names more, neighbours share one.
-    """
-    named = 1 + max(graph.stages.values(), default=-1)
-    if 0 < named < count:
-        raise CompileError(
-            f"the model names {named} stages with mf.stage, and the mesh asks for {count} pieces;"
-            " name more, or none"
-        )
-    pins = [graph.stages[node] * count // named if node in graph.stages else -1 for node in nodes]
-    latest = 0
-    for node, pin in zip(nodes, pins, strict=True):
-        if 0 <= pin < latest:
-            raise CompileError(
-                f"{node.name} is pinned to stage {graph.stages[node]}, but stands behind nodes of a"
-                f" later stage; stages are named in the order of the model\n  {node.where}"
-            )
-        latest = max(latest, pin)
-    return pins
-
-
-def _ends(
-    seconds: list[NDArray[np.float64]], crossing: NDArray[np.float64], pins: list[int]
-) -> list[int]:
-    """Where each piece begins, and the end: the least longest piece, then the fewest bytes.
-
-    `seconds` has those of the nodes in each piece that they may be in. An interval program over
-    (pieces, nodes), as in Alpa's stage cut (Zheng et al. 2022).
-    """
-    count, size = len(seconds), len(pins) + 1
-    pinned = np.array(pins)
-
-    def spans(piece: int) -> NDArray[np.float64]:
-        """The seconds of each span that a piece may be: it has no node pinned to another."""
-        total = np.concatenate(([0.0], np.cumsum(seconds[piece])))
-        span = total[None, :] - total[:, None]  # from a first node to the end of a piece
-        span[np.tril_indices(size)] = np.inf
-        others = np.concatenate(([0], np.cumsum((pinned >= 0) & (pinned != piece))))
-        return np.where(others[None, :] == others[:, None], span, np.inf)
-
-    longest = np.full(size, np.inf)
-    longest[0] = 0.0
-    for piece in range(count):
-        longest = np.maximum(longest[:, None], spans(piece)).min(0)
-    if longest[-1] == np.inf:
-        raise CompileError(
-            f"the nodes pinned with mf.stage leave no way to cut the model into {count} pieces"
-        )
-    limit = longest[-1] * _SLACK
-    sent = np.full(size, np.inf)
-    sent[0] = 0.0
-    came = []
-    for piece in range(count):
-        cost = sent[:, None] + np.where(spans(piece) <= limit, crossing[:, None], np.inf)
-        came.append(cost.argmin(0))
-        sent = cost.min(0)
-    ends = [size - 1]
-    for first in reversed(came):
-        ends.append(int(first[ends[-1]]))
-    return ends[::-1]
 
 
 class _Spread:

@@ -63,6 +63,41 @@ def test_a_plan_is_found_by_splitting_what_the_fullest_stage_holds_and_nothing_e
     assert not [v.name for v in plan.variables if v.stage == 0 and is_split(v)]
 
 
+def a_table_and_layers():
+    """A table that is large and takes no time, before layers that take all of it."""
+
+    def model(batch):
+        x = nn.Embedding(CLASSES, WIDTH, name="table")(batch["label"])
+        for i in range(2 * LAYERS):
+            x = mf.relu(nn.Dense(WIDTH, name=f"layer{i}")(x))
+        return {"loss": mf.mean(mf.square(x))}
+
+    train = mf.Dataset("x", batch=ROWS)
+    return mf.Job("table", model, train=train, optimizer=mf.Adam(lr=0.1), micro_batches=TURNS)
+
+
+def test_nodes_move_from_a_stage_that_holds_too_much_though_it_then_takes_less_time():
+    def plan(memory):
+        target = Target(parse_mesh("stage=2"), MACHINE, memory=memory, recompute="none")
+        return compile_job(a_table_and_layers(), {"train": DATA}, target)
+
+    def layers(plan):
+        return [
+            sum(v.stage == stage and v.name.endswith("weight") for v in plan.variables)
+            for stage in (0, 1)
+        ]
+
+    balanced = plan(0)
+    arenas = dict(balanced.arenas)
+    first, second = arenas["host.0"], arenas["host.1"]
+    assert layers(balanced) == [3, 6]
+    limit = first - (first - second) // 200
+    moved = plan(limit)
+    assert dict(moved.arenas)["host"] <= limit < first
+    assert layers(moved) == [2, 7]
+    assert not [v.name for v in moved.variables if is_split(v)]
+
+
 def test_what_does_not_fit_names_the_stage_that_holds_most_by_its_tensors():
     with pytest.raises(CompileError, match="of all layouts that were found") as caught:
         plan_within(1 << 20)
@@ -88,9 +123,12 @@ def test_what_stages_hold_is_counted_for_each_by_itself():
     rest = frozenset(node for node, _ in placed.nodes) - small
     others = frozenset(v.tensor for v in graph.variables.values()) - variables
     parts = [Share(small, variables, 1.0), Share(rest, others, 1.0)]
-    peaks = [budget(placed.problem, shares=[part]).peak(placed.choice) for part in parts]
+    every = Share(small | rest, variables | others, 1.0)
+    *peaks, whole = [
+        budget(placed.problem, shares=[part]).peak(placed.choice) for part in [*parts, every]
+    ]
     assert budget(placed.problem, shares=parts).peak(placed.choice) == max(peaks)
-    assert peaks[0] < peaks[1] < budget(placed.problem).peak(placed.choice) < sum(peaks)
+    assert peaks[0] < peaks[1] < whole < sum(peaks)
 
 
 def test_activations_of_micro_batches_in_flight_are_counted_one_by_one():
