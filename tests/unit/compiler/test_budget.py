@@ -244,11 +244,11 @@ def attempts(sizes):
     return plan, aimed
 
 
-def test_the_limit_is_tightened_by_what_the_arena_exceeds_it():
+def test_the_limit_is_tightened_by_what_the_arena_exceeds_it_at_the_pace_of_the_last_two():
     plan, aimed = attempts([110, 104, 100])
     free = Attempt(0, 200, lambda: 190.0)
     assert within(100, free, [Limit(0.0)], plan).made == 3
-    assert aimed == [95.0, 85.0, 81.0]
+    assert aimed == [95.0, 85.0, pytest.approx(85 - 4 * 10 / 6)]
 
 
 def test_plans_that_never_fit_are_refused():
