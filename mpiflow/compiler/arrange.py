@@ -21,6 +21,7 @@ from mpiflow.compiler.memory import Packed, plan_memory
 from mpiflow.compiler.pace import pace
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD, Pipeline, with_slots
 from mpiflow.compiler.schedule import hastened, schedule_together
+from mpiflow.compiler.updates import join_updates
 from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
@@ -133,11 +134,12 @@ def _fewer(program: Program, variables: Variables, target: Target, observe: Obse
     observe("fuse", program.name, program)
     inside = target.mesh.within_stage(program.stage)
     program = bucket(program, inside, target.machine, variables.values())
+    mesh = inside.in_time(program.micro_batches)
+    program = join_updates(program, mesh, target.machine, variables.values(), target.memory)
     if target.machine.overlap and not any(t.kind in (SEND, RECEIVE) for t in program.tasks):
         program = hastened(program)
     observe("bucket", program.name, program)
     if target.device == ACCELERATOR:
-        mesh = inside.in_time(program.micro_batches)
         program = with_copies(program, variables.values(), mesh, target.machine, target.route)
     observe("copies", program.name, program if target.device == ACCELERATOR else "none: one memory")
     program = with_slots(program)

@@ -73,7 +73,7 @@ class Builder:
         """A compute task, priced on its largest shard."""
         kinds = (tuple((r.shape, r.dtype, r.layout) for r in x) for x in (inputs, outputs))
         task = replace(
-            _priced(op, *kinds, self.mesh, self.machine),
+            priced(op, *kinds, self.mesh, self.machine),
             name=name,
             inputs=tuple(r.name for r in inputs),
             outputs=tuple(r.name for r in outputs),
@@ -179,7 +179,7 @@ _Operands = tuple[tuple[Shape, str, Layout], ...]
 
 
 @cache
-def _priced(op: Op, inputs: _Operands, outputs: _Operands, mesh: Mesh, machine: Machine) -> Task:
+def priced(op: Op, inputs: _Operands, outputs: _Operands, mesh: Mesh, machine: Machine) -> Task:
     """A compute task that still lacks names: worked out once for all nodes that are alike."""
     operands = (*inputs, *outputs)
     dtypes = tuple(dtype for _, dtype, _ in operands)

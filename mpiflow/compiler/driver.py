@@ -11,10 +11,10 @@ stages       which pipeline stage does what                  stages.py, transfer
 boxing       conversions between layouts, while lowering     boxing.py
 lower        tasks and registers                             lower.py
 fuse         fewer tasks                                     fuse.py
-bucket       fewer collectives                               bucket.py
+bucket       fewer collectives, fewer updates                bucket.py, updates.py
 copies       between device and host, and routes             copies.py, routes.py
 schedule     the order of every stream                       schedule.py
-memory       offsets                                         memory.py, pack.py, tightfit.py
+memory       offsets                              memory.py, abreast.py, pack.py, tightfit.py
 price        predicted seconds                               here, by plan.simulator
 verify       proof                                           plan/verify.py
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
+from mpiflow.compiler.abreast import places_of, side_by_side
 from mpiflow.compiler.pack import WORTH, Buffer, align, lower_bound, pack
 from mpiflow.graph.op import build_op
 from mpiflow.graph.sbp import B
@@ -85,12 +86,9 @@ class Packed:
 
 def plan_memory(variables: tuple[Variable, ...], programs: tuple[Program, ...]) -> Packed:
     """Give every variable, register and workspace its offset."""
-    cursor = 0
-    placed = []
-    for variable in variables:
-        placed.append(replace(variable, offset=cursor))
-        cursor = align(cursor + variable.nbytes)
     names = {v.name for v in variables}
+    places, cursor = places_of(variables, programs)
+    placed = [replace(variable, offset=places[variable.name]) for variable in variables]
     programs = tuple(share_inputs(program, names) for program in programs)
     offsets, lower = _place(programs, "", cursor)
     pinned, _ = _place(programs, PINNED, 0)
@@ -303,7 +301,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
                 _extend(life, root[name], *times.use(task, registers[name]))
     for output in program.outputs:
         _extend(life, root[output.register], times.end, times.end)
-    joined = {name: group for group in _buckets(program) for name in group}
+    joined = side_by_side(program, registers, root, lasting)
     life = {name: times.whole_segments(*span) for name, span in life.items()}
     blocks = []
     seen: set[str] = set()
@@ -311,7 +309,7 @@ def blocks_of(program: Program, lasting: set[str]) -> list[Block]:
         first = root[name]
         if first in lasting or first in seen:
             continue
-        members = [root[n] for n in joined.get(first, (first,))]
+        members = joined.get(first, [first])
         seen.update(members)
         blocks.append(_block(members, registers, sharing, life))
     return blocks + _workspaces(program, times)
@@ -345,13 +343,6 @@ def _in_common(a: Block, b: Block, times: _Times) -> Block:
     """A workspace that two messages use, the second after the first."""
     start, stop = times.whole_segments(min(a.start, b.start), max(a.stop, b.stop))
     return Block((*a.parts, *b.parts), max(a.nbytes, b.nbytes), start, stop, a.space)
-
-
-def _buckets(program: Program) -> list[tuple[str, ...]]:
-    """Registers that lie side by side: those of a fused all_reduce, and those copied for one."""
-    reduced = [t.inputs for t in program.tasks if len(t.outputs) > 1 and t.op == "all_reduce"]
-    wanted = set(reduced)
-    return reduced + [t.inputs for t in program.tasks if t.kind == D2H and t.outputs in wanted]
 
 
 def _extend(life: dict[str, tuple[int, int]], name: str, start: int, stop: int) -> None:

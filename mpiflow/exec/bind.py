@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpiflow.exec.abreast import Operand, joined
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.collective import bind_collective, bind_message
 from mpiflow.exec.lanes import DeviceLane, KernelLane, Lane, MessageLane, ReadLane
@@ -214,9 +215,13 @@ class Binder:
         axes = self.rank.mesh.along(task.axis) if task.axis else (0,)
         first = not any(self.rank.coordinates[axis] for axis in axes)
         shard = Shard(arena.device.xp, work, starts, first)
-        outs = tuple(views[name] for name in task.outputs)
-        inputs = (views[name] for name in task.inputs)
-        call = op.bind(shard, outs[0] if len(outs) == 1 else outs, *inputs)
+        op, inputs, outs = joined(
+            op,
+            [Operand(self.registers[name], views[name]) for name in task.inputs],
+            [Operand(self.registers[name], views[name]) for name in task.outputs],
+            self.arenas,
+        )
+        call = op.bind(shard, outs[0] if len(outs) == 1 else tuple(outs), *inputs)
         return partial(_giving_nothing, call) if op.source else call
 
     def _start(self, name: str) -> tuple[int, ...]:

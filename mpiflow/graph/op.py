@@ -144,6 +144,18 @@ class Op:
             + ("write its `grad`" if self.source else "mf.stop_gradient(x) holds them back")
         )
 
+    def abreast(self) -> tuple[tuple[range, ...], tuple[range, ...]]:
+        """Ranges of inputs, and of outputs, that are better one array each: none, as a rule.
+
+        All are of one length, that of the tensors that the op does the same to. Where some of these
+        lie side by side in every range, `joined` does the same to them as flat arrays.
+        """
+        return (), ()
+
+    def joined(self, members: int) -> Op:
+        """The op for so many tensors in each range of `abreast`."""
+        raise NotImplementedError(self.name)
+
     def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
         """Compute on arrays; see the contract above."""
         raise NotImplementedError(self.name)

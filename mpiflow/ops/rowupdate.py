@@ -40,6 +40,9 @@ class RowUpdate(Update):
         first = 3 + self.scalars + self.clipped
         return ((0, 0), *((first + i, 1 + i) for i in range(self._states)))
 
+    def abreast(self) -> tuple[tuple[range, ...], tuple[range, ...]]:
+        return (), ()
+
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         if self.ema:
             raise GraphError(f"{self.name} keeps no average, which changes in every row")
@@ -47,7 +50,7 @@ class RowUpdate(Update):
         table: Dims = (("b", "s") if self.block else ("v",), ("d",))
         scalars = ((),) * (self.scalars + self.clipped)
         inputs = (table, (*ids, ("d",)), ids, *scalars, *(table,) * self._states)
-        return Rule(inputs, self._results(table))
+        return Rule(inputs, self._results((table,)))
 
     def sizes(self) -> dict[str, int]:
         return {"s": self.block} if self.block else {}

@@ -4,17 +4,21 @@ Inputs are the weight, its gradient, scalars, then what the optimizer keeps; out
 weight and the next of what it keeps. The first scalar is the learning rate. With `clipped` the
 last one is a factor for the gradient; with `ema` the last thing kept is an average of the weight,
 average' = ema average + (1 - ema) weight'.
+
+With several `members`, each of these but the scalars stands for so many tensors, one after another:
+all weights, all gradients, the scalars, of each thing kept that of every weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from mpiflow.errors import GraphError
 from mpiflow.graph.op import Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape
 from mpiflow.ops.base import require_float
@@ -32,6 +36,7 @@ class Update(Op):
 
     clipped: bool = False
     ema: float = 0.0
+    members: int = 1
 
     @property
     def scalars(self) -> int:
@@ -56,38 +61,71 @@ class Update(Op):
     @property
     def inplace(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
         """The weight, and what is kept beside it, change where they stand."""
-        first = 2 + self.scalars + self.clipped
-        return ((0, 0), *((first + i, 1 + i) for i in range(self._states)))
+        given, made = self.abreast()
+        ranges = zip((given[0], *given[2:]), made, strict=True)
+        return tuple(pair for i, j in ranges for pair in zip(i, j, strict=True))
+
+    def abreast(self) -> tuple[tuple[range, ...], tuple[range, ...]]:
+        count, scalars = self.members, self.scalars + self.clipped
+        given = [0, count, *(scalars + count * (2 + i) for i in range(self._states))]
+        made = [count * i for i in range(1 + self._states)]
+        return (
+            tuple(range(first, first + count) for first in given),
+            tuple(range(first, first + count) for first in made),
+        )
+
+    def joined(self, members: int) -> Update:
+        return replace(self, members=members)
 
     @property
     def _states(self) -> int:
         return self.kept + bool(self.ema)
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
-        full = tuple((f"d{i}",) for i in range(len(shapes[0])))
+        if self.members < 1:
+            raise GraphError(f"{self.name} is for 1 weight or more, not {self.members}")
+        fulls = tuple(
+            tuple((f"d{member}.{i}",) for i in range(len(shape)))
+            for member, shape in enumerate(shapes[: self.members])
+        )
         scalars = ((),) * (self.scalars + self.clipped)
-        states = (full,) * self._states
-        return Rule((full, full, *scalars, *states), self._results(full))
+        return Rule((*fulls, *fulls, *scalars, *fulls * self._states), self._results(fulls))
 
-    def _results(self, full: tuple[tuple[str, ...], ...]) -> tuple[Any, ...]:
-        return (full,) * (1 + self._states)
+    def unsplittable(self, rule: Rule) -> frozenset[str]:
+        """Of several members all: they are joined when their layouts are known."""
+        if self.members == 1:
+            return super().unsplittable(rule)
+        return frozenset(letter for dims in rule.inputs for letters in dims for letter in letters)
+
+    def _results(self, fulls: tuple[Any, ...]) -> tuple[Any, ...]:
+        return fulls * (1 + self._states)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
         require_float(self, dtypes)
-        return Op.dtypes(self, dtypes) * (1 + self._states)
+        return Op.dtypes(self, dtypes) * (self.members * (1 + self._states))
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return self.lanes * min(prod(inputs[0]), _BLOCK) * np.dtype(dtype).itemsize
+        return self.lanes * min(self._elements(inputs), _BLOCK) * np.dtype(dtype).itemsize
 
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         extra = self.clipped + 3 * bool(self.ema)
-        return prod(inputs[0]) * (self.passes + extra)
+        return self._elements(inputs) * (self.passes + extra)
 
-    def kernel(self, shard: ShardView, out: Any, w: Any, g: Any, *rest: Any) -> None:
-        count = self.scalars + self.clipped
-        scalars = rest[:count]
-        new = [a.reshape(-1) for a in (out if self._states else (out,))]
-        old = [a.reshape(-1) for a in (w, g, *rest[count:])]
+    def _elements(self, inputs: tuple[Shape, ...]) -> int:
+        """Of all weights together, which may be one array to the kernel."""
+        return sum(prod(shape) for shape in inputs[: self.members])
+
+    def kernel(self, shard: ShardView, out: Any, *arrays: Any) -> None:
+        count = self.members
+        first, last = 2 * count, 2 * count + self.scalars + self.clipped
+        made = out if isinstance(out, tuple | list) else (out,)
+        for member in range(count):
+            new = [a.reshape(-1) for a in made[member::count]]
+            old = [*arrays[member:first:count], *arrays[last + member :: count]]
+            self._member(shard, new, [a.reshape(-1) for a in old], arrays[first:last])
+
+    def _member(self, shard: ShardView, new: Arrays, old: Arrays, scalars: tuple[Any, ...]) -> None:
+        w = old[0]
         for part, lanes in _blocks(w.size, self._lanes(shard, w)):
             if part is None:
                 self._block(shard.xp, new, old, scalars, lanes)
@@ -305,7 +343,10 @@ class AdamSquares(_Moments):
         """Nothing changes here."""
         return ()
 
-    def _results(self, full: tuple[tuple[str, ...], ...]) -> tuple[Any, ...]:
+    def abreast(self) -> tuple[tuple[range, ...], tuple[range, ...]]:
+        return (), ()
+
+    def _results(self, fulls: tuple[Any, ...]) -> tuple[Any, ...]:
         return ((),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:

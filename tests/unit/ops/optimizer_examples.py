@@ -29,6 +29,14 @@ def update(name, scalars, kept, *, shape=(5, 3), dtype="float64", **attributes):
     return made(name, *arrays, **attributes)
 
 
+def several(name, scalars, kept, shapes, **attributes):
+    """One update of weights of these shapes: all weights, gradients, the scalars, what is kept."""
+    arrays = [array(*shape, seed=i) for i in (1, 2) for shape in shapes]
+    arrays += [scalar(0.1 + i) for i in range(scalars)]
+    arrays += [array(*shape, seed=3 + i, low=0.1) for i in range(kept) for shape in shapes]
+    return made(name, *arrays, members=len(shapes), **attributes)
+
+
 def not_finite(*shape):
     flat = array(*shape, dtype="float32").reshape(-1).copy()
     flat[[0, 2, -1]] = np.inf, np.inf, -np.inf
@@ -45,7 +53,9 @@ EXAMPLES = {
         update("SgdUpdate", 2, 0, clipped=True, shape=(7,)),
         update("SgdUpdate", 1, 1, momentum=0.9, dtype="float32"),
         update("SgdUpdate", 2, 2, momentum=0.9, weight_decay=0.01, nesterov=True, clipped=True,
-               ema=0.9)],
+               ema=0.9),
+        several("SgdUpdate", 1, 0, [(5,), (3,)]),
+        several("SgdUpdate", 2, 2, [(7,), (), (5, 3)], momentum=0.9, clipped=True, ema=0.9)],
     "LarsUpdate": [update("LarsUpdate", 1, 1), update("LarsUpdate", 2, 2, momentum=0.5, ema=0.9,
                                                       weight_decay=0.1, clipped=True)],
     "AdagradUpdate": [update("AdagradUpdate", 1, 1, shape=(7,)),
@@ -53,7 +63,8 @@ EXAMPLES = {
     "AdamUpdate": [update("AdamUpdate", 3, 2), update("AdamUpdate", 3, 2, weight_decay=0.1),
                    update("AdamUpdate", 3, 2, shape=(), dtype="float32"),
                    update("AdamUpdate", 4, 3, weight_decay=0.1, decoupled=True, clipped=True,
-                          ema=0.9, shape=(2, 5, 3))],
+                          ema=0.9, shape=(2, 5, 3)),
+                   several("AdamUpdate", 3, 2, [(5,), (2, 3)], weight_decay=0.1)],
     "AdamSquares": [update("AdamSquares", 2, 2), update("AdamSquares", 2, 2, dtype="float32"),
                     update("AdamSquares", 3, 2, weight_decay=0.1, decoupled=True, clipped=True,
                            shape=(7,))],
