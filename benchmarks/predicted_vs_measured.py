@@ -11,8 +11,9 @@ compares them with the plan's prediction. `median` is over all steps but the fir
 that of the calmest five steps in a row, which other load on the machine disturbs least; errors are
 those of `calm`. With --layouts, one job runs on two ranks in five layouts, to compare their order
 by predicted and by measured time; with --inside, one job in one layout on the ranks of an MPI job,
-such as those of two_hosts.py. On a busy machine --cpu counts the seconds that the main thread
-was at work, which says how good the prices of kernels are; what ranks wait for is not in it.
+such as those of two_hosts.py, with data that stays in the temporary folder. On a busy machine
+--cpu counts the seconds that the main thread was at work, which says how good the prices of kernels
+are; what ranks wait for is not in it.
 """
 
 from __future__ import annotations
@@ -172,6 +173,8 @@ def main() -> None:
         name, layout, data, cluster, steps, cpu = given.train
         train(name, layout, Path(data), cluster, int(steps), cpu == "True")
         return
+    if given.inside and given.cluster is None:
+        options.error("--inside needs --cluster")
     if given.inside:
         inside(*given.inside, given.cluster, given.steps + WARM)
         return

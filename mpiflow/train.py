@@ -148,8 +148,6 @@ class _Loop:
         self.measured = Measured(
             self.plan, self.transport, self.session, out, steps, self.options.trace
         )
-        saved = self.step if self.start.checkpoint else -1
-        self.saves = Saves(self.plan, self.transport, self.session, out, self.best, saved)
 
     # -- the loop
 
@@ -166,7 +164,8 @@ class _Loop:
         self.rows = metrics.Metrics(self.options.out / runfolder.METRICS) if self.root else None
         self.progress = Progress(self.step, self.total, self.train.rows) if self.root else None
         self._say_start()
-        self.saves.clock = time.monotonic()
+        saved, out = self.step if self.start.checkpoint else -1, self.options.out
+        self.saves = Saves(self.plan, self.transport, self.session, out, self.best, saved)
         stopped = self._steps()
         self.asked_to_stop |= stopped  # on every rank, whichever was asked
         if not stopped and self.plan.settings.evaluate_epochs + self.plan.settings.evaluate_steps:

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,14 +153,14 @@ class Beside:
         self._kernel = partial(np.matmul, matrix, matrix, out=np.empty_like(matrix))
 
     def hidden(self, start: Start, seconds: float) -> float:
-        """Collective. What part is hidden of a message that takes so long alone."""
+        """Collective. What part is hidden of a message that takes about so long alone."""
         count = math.ceil(2 * seconds / max(min(map(self._once, range(_TURNS))), 1e-6))
         most = round(max(_everyone(self._transport, count)))
         calls = (self._kernel,) * min(most, _MOST_KERNELS)
-        segment = Segment(calls, (), awaited=True)
-        turns = [(self._took(segment, None), self._took(segment, start)) for _ in range(_TURNS)]
-        kernels, both = map(statistics.median, zip(*turns, strict=True))
-        return (kernels + seconds - both) / min(kernels, seconds)
+        ways = ((calls, None), ((), start), (calls, start))
+        turns = [[self._took(*way) for way in ways] for _ in range(_TURNS)]
+        kernels, alone, both = map(statistics.median, zip(*turns, strict=True))
+        return (kernels + alone - both) / min(kernels, alone)
 
     def _once(self, _turn: int) -> float:
         """The seconds of a kernel."""
@@ -168,12 +168,12 @@ class Beside:
         self._kernel()
         return time.perf_counter() - began
 
-    def _took(self, segment: Segment, start: Start | None) -> float:
+    def _took(self, kernels: tuple[Callable[[], object], ...], start: Start | None) -> float:
         """Collective. The seconds of the kernels, and of the message beside them."""
         self._transport.barrier().wait(self._transport.check)
         began, last = time.perf_counter(), self._stream.done + 1
         under_way = [start()] if start is not None else []
-        self._stream.submit(segment)
+        self._stream.submit(Segment(kernels, (), awaited=True))
         while under_way or self._stream.done < last:
             self._bell.wait(LONGEST_SLEEP_SECONDS)
             under_way = [request for request in under_way if not request.test()]

@@ -35,7 +35,9 @@ def does_not_fit(
     limit, node = target.memory, error.peak
     least = f"of all layouts that were found the smallest hold {size_text(round(error.least))}"
     if error.least <= limit:  # which plans exceed, by what they need besides
-        least = f"of the plans that were made the smallest needs {size_text(error.arena)}"
+        least = "no layouts were found that fit, though there may be some"
+        if error.arena:
+            least = f"of the plans that were made the smallest needs {size_text(error.arena)}"
     lines = [
         f"{job.name} does not fit {size_text(limit)} a rank on mesh {target.mesh}: {least}",
         f"  most is held at {node.name}  {relative_line(node.where, folder)}",

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpiflow.compiler.cuts import crossing_bytes, tensor_bytes
 from mpiflow.compiler.forward import needing_both
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.tensor import Tensor, is_float
-from mpiflow.plan.slice import itemsize
 
 _FINEST = 64
 """The parts, at most, that the activations of a stretch are cut into."""
@@ -41,11 +40,6 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.nodes[0].name} .. {self.nodes[-1].name}"
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor over the whole job."""
-    return prod(tensor.shape) * itemsize(tensor.dtype)
 
 
 def activation_nodes(graph: Graph) -> list[Node]:
@@ -82,7 +76,7 @@ def _read_behind(graph: Graph) -> set[Tensor]:
 
 def _cut(nodes: list[Node], read: set[Tensor]) -> list[list[Node]]:
     """A stretch in parts, so that what is left in memory is least."""
-    crossing = _crossing(nodes)
+    crossing = crossing_bytes(nodes)
     made = [sum(tensor_bytes(t) for t in node.outputs if t in read) for node in nodes]
     total = np.concatenate(([0], np.cumsum(made)))
     places = _narrow(crossing)
@@ -92,20 +86,6 @@ def _cut(nodes: list[Node], read: set[Tensor]) -> list[list[Node]]:
         if held < least:
             best, least = ends, held
     return [nodes[a:b] for a, b in pairwise(best)]
-
-
-def _crossing(nodes: list[Node]) -> NDArray[np.float64]:
-    """The bytes that are made before each place of the list, and read behind it."""
-    index = {node: i for i, node in enumerate(nodes)}
-    last: dict[Tensor, int] = {}
-    for i, node in enumerate(nodes):
-        last.update({t: i for t in node.inputs if t.node in index})
-    change = np.zeros(len(nodes) + 2)
-    for tensor, reader in last.items():
-        assert tensor.node is not None
-        change[index[tensor.node] + 1] += tensor_bytes(tensor)
-        change[reader + 1] -= tensor_bytes(tensor)
-    return np.cumsum(change)[: len(nodes) + 1]
 
 
 def _narrow(crossing: NDArray[np.float64]) -> list[int]:

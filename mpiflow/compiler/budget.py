@@ -54,6 +54,10 @@ class Share:
     in_flight: float
 
 
+LASTING = ("variable", "staging", "sum", "of variables")
+"""What there is once, however many micro-batches are in flight; see `Held.what`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """Bytes of a tensor on a rank from node `start` to node `stop`, by the choices of `scope`.
@@ -188,7 +192,10 @@ class _Collector:
         return self.timing.micro_batches if self.timing and self.timing.count > 1 else 1
 
     def _order(self) -> list[int]:
-        """The nodes as they run: what fires once is before the loop if it can be, else after it."""
+        """About as they run: what fires once counts before the loop if it can be there, else after.
+
+        What only updates take comes behind it (`lower.in_phases`): no less counts than is held.
+        """
         nodes = self.problem.nodes
         if self.timing is None:
             return list(range(len(nodes)))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpiflow.compiler.bounds import Table
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.tensor import Tensor
@@ -20,18 +20,21 @@ from mpiflow.plan.slice import itemsize
 _SLACK = 1.05
 """How much longer than need be the longest piece may take, so that less is sent at the cuts."""
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """The bytes that each node in the list adds to a stage, and those that there are for them."""
 
-    nbytes: Floats
+    nbytes: Table
     limit: float
 
 
-def crossing_bytes(nodes: list[Node]) -> Floats:
+def tensor_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor over the whole job."""
+    return prod(tensor.shape) * itemsize(tensor.dtype)
+
+
+def crossing_bytes(nodes: list[Node]) -> Table:
     """The bytes of the tensors that are made before each place in the list and read behind it."""
     index = {node: i for i, node in enumerate(nodes)}
     last: dict[Tensor, int] = {}
@@ -39,9 +42,9 @@ def crossing_bytes(nodes: list[Node]) -> Floats:
         last.update({t: i for t in node.inputs if t.node in index})
     change = np.zeros(len(nodes) + 2)
     for tensor, reader in last.items():
-        nbytes = prod(tensor.shape) * itemsize(tensor.dtype)
-        change[index[tensor.node] + 1] += nbytes  # type: ignore[index]
-        change[reader + 1] -= nbytes
+        assert tensor.node is not None
+        change[index[tensor.node] + 1] += tensor_bytes(tensor)
+        change[reader + 1] -= tensor_bytes(tensor)
     return np.cumsum(change)[:-1]
 
 
@@ -69,7 +72,7 @@ def pinned_pieces(graph: Graph, nodes: list[Node], count: int) -> list[int]:
 
 
 def ends(
-    seconds: list[Floats], crossing: Floats, pins: list[int], rooms: Sequence[Room] = ()
+    seconds: list[Table], crossing: Table, pins: list[int], rooms: Sequence[Room] = ()
 ) -> list[int] | None:
     """Where each piece begins, and the end: the least longest piece, then the fewest bytes sent.
 
@@ -79,7 +82,7 @@ def ends(
     count, size = len(seconds), len(pins) + 1
     pinned = np.array(pins)
 
-    def spans(piece: int) -> Floats:
+    def spans(piece: int) -> Table:
         """The seconds of each span that a piece may be: it has no node pinned to another."""
         span = _between(seconds[piece])  # from a first node to the end of a piece
         span[np.tril_indices(size)] = np.inf
@@ -108,7 +111,7 @@ def ends(
     return found[::-1]
 
 
-def _between(each: Floats) -> Floats:
+def _between(each: Table) -> Table:
     """The sums of what is from one place in a list to another, by both."""
     total = np.concatenate(([0.0], np.cumsum(each)))
     return total[None, :] - total[:, None]

@@ -7,11 +7,11 @@ precision    dtypes; 16-bit casts are made while tracing     precision.py
 recompute    which activations stay                          blocks.py, recompute.py, again.py
 micro-batches  what fires once for each of them              microbatch.py
 signatures   layouts of nodes and variables                  domains.py, signature.py
-stages       which pipeline stage does what                  stages.py, transfer.py, parts.py
+stages       which pipeline stage does what      stages.py, cuts.py, rooms.py, transfer.py, parts.py
 boxing       conversions between layouts, while lowering     boxing.py
 lower        tasks and registers                             lower.py
 fuse         fewer tasks                                     fuse.py
-bucket       fewer collectives, fewer updates                bucket.py, updates.py
+bucket       fewer collectives and updates, early kernels    bucket.py, updates.py, early.py
 copies       between device and host, and routes             copies.py, routes.py
 schedule     the order of every stream                       schedule.py
 memory       offsets                              memory.py, abreast.py, pack.py, tightfit.py
@@ -412,7 +412,7 @@ class _Compiler:
             data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
             settings=settings(self.job, train, programs),
             programs=programs,
-            notes=tuple(relative_line(note, self.folder) for note in self.notes),
+            notes=tuple(dict.fromkeys(relative_line(note, self.folder) for note in self.notes)),
             ops=ops,
         )
         plan = priced(plan)

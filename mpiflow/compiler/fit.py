@@ -248,7 +248,8 @@ def within(
     """A plan whose arena has `limit` bytes at most: `free`, or the first that `limits` give.
 
     The arena is a little larger than the budget that layouts are chosen by. What it exceeds the
-    limit by is taken from the next budget. Raises TooLarge where no budget gives a plan that fits.
+    limit by, times `_pace`, is taken from the next budget. Raises TooLarge where no budget gives a
+    plan that fits.
     """
     if free.nbytes <= limit:
         return free

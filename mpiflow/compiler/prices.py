@@ -43,7 +43,7 @@ class Mixture:
 def search(problem: Problem, seen: Seen, may_go_on: Callable[[Solution], bool]) -> list[Mixture]:
     """Find assignments at prices that raise the bound; the last mixture of each part.
 
-    None where one is not proven to be the cheapest at its prices, so that the bound is weak.
+    Empty where one is not proven to be the cheapest at its prices, so that the bound is weak.
     """
     first = highest = seen.magnitude()
     count, _, _ = problem.parts

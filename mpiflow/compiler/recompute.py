@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from mpiflow.compiler.blocks import Block, find_blocks, tensor_bytes
+from mpiflow.compiler.blocks import Block, find_blocks
 from mpiflow.compiler.cost import op_seconds
+from mpiflow.compiler.cuts import tensor_bytes
 from mpiflow.compiler.forward import forward_nodes
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.owners import is_message

@@ -27,6 +27,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.owners import fetch_seconds, rows_seconds
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY
+from mpiflow.plan.exchange import packing_bytes
 from mpiflow.plan.pieces import most_pieces
 from mpiflow.plan.places import D2H, H2D
 from mpiflow.plan.records import READ, RECEIVE, SEND, WRITE, Plan, Program, Register, Task
@@ -89,6 +90,5 @@ def _collective(task: Task, tensors: Mapping[str, Register], mesh: Mesh, machine
     joint = sum(max(a.nbytes, b.nbytes) for a, b in pairs)
     seconds = collective_seconds(machine, task.op, joint, mesh, axes)
     if len(pairs) > 1 and task.op != "all_reduce":  # its members are packed, and unpacked
-        packed = task.attributes.get("received", task.workspace[1])
-        seconds += 2 * packed / machine.memory
+        seconds += 2 * packing_bytes(task) / machine.memory
     return seconds

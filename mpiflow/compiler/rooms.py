@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpiflow.compiler.bounds import Table
-from mpiflow.compiler.budget import budget
+from mpiflow.compiler.budget import LASTING, budget
 from mpiflow.compiler.cuts import Room
 from mpiflow.compiler.parts import Step
 from mpiflow.compiler.signature import Placed
@@ -20,8 +20,6 @@ from mpiflow.compiler.stages import Stages, assign_stages, node_by_node
 from mpiflow.compiler.zero import is_backward
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Node
-
-_ALWAYS = ("variable", "staging", "sum", "of variables")
 
 
 def moved(step: Step, arenas: Sequence[int], limit: int) -> Stages | None:
@@ -68,7 +66,7 @@ def _added(placed: Placed, nodes: Sequence[Node], alone: Stages) -> tuple[Table,
         pieces = alone.variables.get(one.tensor, ()) if maker is None else alone.nodes[maker]
         looping = maker is not None and (timing is None or bool(timing.loops[maker]))
         stays = one.what == "tensor" and looping and one.start < turn <= one.stop
-        if pieces and (stays or one.what in _ALWAYS):
+        if pieces and (stays or one.what in LASTING):
             # What several have, as tied weights, may end up on the stages of the first and last.
             table = activations if stays else always
             table[sorted({pieces[0], pieces[-1]})] += one.bytes_of(placed.choice)

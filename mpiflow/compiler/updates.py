@@ -72,11 +72,11 @@ class _Group:
 def _groups(program: Program, tensors: Tensors, machine: Machine, most: int) -> list[list[Task]]:
     """The updates that go together, in the order in which their gradients are made."""
     makers = {name: i for i, task in enumerate(program.tasks) for name in task.outputs}
-    updates = [(task, depth) for task, depth in _updates(program) if task.inputs[1] in makers]
+    updates = [(task, depth) for task, depth in _updates(program) if _gradient(task) in makers]
     found: list[_Group] = []
     newest: dict[tuple[object, ...], _Group] = {}
-    for task, depth in sorted(updates, key=lambda update: makers[update[0].inputs[1]]):
-        maker = program.tasks[makers[task.inputs[1]]]
+    for task, depth in sorted(updates, key=lambda update: makers[_gradient(update[0])]):
+        maker = program.tasks[makers[_gradient(task)]]
         brought = maker.name if maker.kind == "collective" else ""
         kernel = machine.kernels.get(task.op)
         least = kernel.seconds if kernel else machine.launch
@@ -86,7 +86,7 @@ def _groups(program: Program, tensors: Tensors, machine: Machine, most: int) -> 
         group = newest.get(key)
         if (
             group is None
-            or any(task.inputs[1] == other.inputs[1] for other in group.tasks)
+            or any(_gradient(task) == _gradient(other) for other in group.tasks)
             or group.seconds + seconds > _WORTH * least
             or group.nbytes + nbytes > most
         ):
@@ -99,9 +99,15 @@ def _groups(program: Program, tensors: Tensors, machine: Machine, most: int) -> 
     return [group.tasks for group in found]
 
 
+def _gradient(task: Task) -> str:
+    """What an update takes besides what it updates."""
+    _, gradients, *_ = build_op(task.op, task.attributes).abreast()[0]
+    return task.inputs[gradients.start]
+
+
 def _waiting(task: Task, tensors: Tensors, brought: bool) -> int:
     """The bytes of an update that wait for others: registers, but for a gradient that is there."""
-    names = {*task.inputs, *task.outputs} - ({task.inputs[1]} if brought else set())
+    names = {*task.inputs, *task.outputs} - ({_gradient(task)} if brought else set())
     return sum(tensors[n].nbytes for n in names if not isinstance(tensors[n], Variable))
 
 

@@ -21,15 +21,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpiflow.errors import MpiflowError, StallError, TaskError
-from mpiflow.exec.transport import Aborted, Transport, is_on_all_ranks
+from mpiflow.exec.transport import DRAIN_SECONDS, Aborted, Transport, is_on_all_ranks
 from mpiflow.exec.witness import Lifeline
 
 REPORT = "failure.txt"
 """The file in the run's folder that keeps what ended it."""
 # The rank that prints ends the others; these wait that long for it, and end the job if it cannot.
 GRACE_SECONDS = 3.0
-# mpiexec forwards what a rank writes, and may drop what it has not read when the rank aborts.
-DRAIN_SECONDS = 0.2
 # How long a failed thread waits for the main thread, which may be deep in a kernel.
 THREAD_GRACE_SECONDS = 5.0
 _ABORT_SECONDS = 1.0

@@ -29,7 +29,7 @@ def connect() -> Transport:
         return _single(error)
     _refuse_foreign_launcher(module, os.environ)
     mpi.start(module)
-    check_world(module.COMM_WORLD.Get_size(), os.environ, mpi.library(module))
+    check_world(module.COMM_WORLD.Get_size(), os.environ, mpi.implementation(module))
     return mpi.MpiTransport(module)
 
 
@@ -89,7 +89,7 @@ def _refuse_foreign_launcher(module: Any, environment: Mapping[str, str]) -> Non
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
     foreign = "PMI_SIZE" not in environment and module.get_vendor()[0] != "Open MPI"
     if foreign and size.isdecimal() and int(size) > 1:
-        check_world(1, environment, mpi.library(module))
+        check_world(1, environment, mpi.implementation(module))
 
 
 def _advice() -> str:

@@ -16,6 +16,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from mpiflow.errors import LaunchError, TaskError
-from mpiflow.exec.transport import Call, Check, Group, Operation, Request, Transport
+from mpiflow.exec.transport import DRAIN_SECONDS, Call, Check, Group, Operation, Request, Transport
 
 Piece = Callable[[], Any]
 
@@ -41,7 +42,7 @@ def load() -> Any:
     return MPI
 
 
-def library(mpi: Any) -> str:
+def implementation(mpi: Any) -> str:
     """The MPI library that mpi4py is linked to, for messages."""
     return " ".join(mpi.Get_library_version().strip("\0 \n").splitlines()[0].split())
 
@@ -111,7 +112,7 @@ class MpiTransport(Transport):
         return (
             ""
             if says_that_it_takes_gpus(self._mpi)
-            else f"{library(self._mpi)} does not say"
+            else f"{implementation(self._mpi)} does not say"
             " that it takes memory of GPUs (MPIX_Query_cuda_support, mpi_memory_alloc_kinds)"
         )
 
@@ -162,7 +163,9 @@ class MpiTransport(Transport):
 
     def _left_open(self) -> None:
         # The program ends while other ranks may still wait for this one, and would for ever: a
-        # normal exit waits for them in MPI_Finalize.
+        # normal exit waits for them in MPI_Finalize. What it has printed says why.
+        if self.size > 1:
+            time.sleep(DRAIN_SECONDS)
         self.abort(1)
 
 

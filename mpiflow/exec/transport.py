@@ -32,6 +32,8 @@ from mpiflow.plan.volume import sent_elements
 Check = Callable[[], None]
 REDUCTIONS = ("sum", "max")
 
+DRAIN_SECONDS = 0.2
+"""mpiexec forwards what a rank writes, and may drop what it has not read when the rank aborts."""
 _SPIN_SECONDS = 50e-6
 _YIELD_SECONDS = 1e-3
 _LONGEST_SLEEP_SECONDS = 200e-6

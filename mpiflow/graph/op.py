@@ -148,7 +148,8 @@ class Op:
         """Ranges of inputs, and of outputs, that are better one array each: none, as a rule.
 
         All are of one length, that of the tensors that the op does the same to. Where some of these
-        lie side by side in every range, `joined` does the same to them as flat arrays.
+        lie side by side in every range, `joined` does the same to them as flat arrays. The first
+        range of inputs is of what is updated, the second of its gradients.
         """
         return (), ()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import h5py
 
 
-def library() -> Any:
+def load() -> Any:
     """The h5py module."""
     try:
         import h5py
@@ -38,7 +38,7 @@ def library() -> Any:
 
 def open_file(path: Path, error: type[MpiflowError] = DataError) -> h5py.File:
     """The file, opened to be read only. Raises `error` with the reason where that cannot be."""
-    h5py = library()
+    h5py = load()
     reason = _not_hdf5(path)
     if reason:
         raise error(f"{path}: {reason}")
@@ -69,7 +69,7 @@ def _not_hdf5(path: Path) -> str:
         return "permission to read it is denied"
     if path.stat().st_size == 0:
         return "empty (0 bytes); its writer did not finish"
-    if not library().is_hdf5(path):
+    if not load().is_hdf5(path):
         return "not an HDF5 file, or its first bytes are damaged"
     return ""
 
@@ -95,7 +95,7 @@ def new_file(path: Path, cache: int = 1 << 20) -> Iterator[tuple[h5py.File, Disk
     path.parent.mkdir(parents=True, exist_ok=True)
     disk = Disk(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
     # Not the latest format: sites still run HDF5 1.10, and 1.10's checks what it reads.
-    file = library().File(disk, "w", libver=("v110", "v110"), rdcc_nbytes=cache)
+    file = load().File(disk, "w", libver=("v110", "v110"), rdcc_nbytes=cache)
     try:
         yield file, disk
         file.close()
@@ -126,7 +126,7 @@ def array_datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
     found: dict[str, h5py.Dataset] = {}
 
     def visit(name: str, item: Any) -> None:
-        if isinstance(item, library().Dataset):
+        if isinstance(item, load().Dataset):
             found[name] = item
 
     file.visititems(visit)
@@ -179,7 +179,7 @@ def numeric(dataset: h5py.Dataset) -> bool:
 
 def stored(name: str, dataset: h5py.Dataset) -> Stored:
     """How a numeric dataset lies in its file."""
-    h5py = library()
+    h5py = load()
     layout = _layout(dataset)
     chunk = dataset.chunks or ()
     filters = _filters(dataset)
@@ -196,7 +196,7 @@ def stored(name: str, dataset: h5py.Dataset) -> Stored:
 
 
 def _layout(dataset: h5py.Dataset) -> str:
-    h5d = library().h5d
+    h5d = load().h5d
     properties = dataset.id.get_create_plist()
     if properties.get_external_count():
         return "external"

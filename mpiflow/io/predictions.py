@@ -46,7 +46,7 @@ def part_of(path: Path) -> Path:
 
 def create(path: Path, datasets: Sequence[Rows], attributes: Mapping[str, Any]) -> list[int]:
     """Make the file with room for all rows; gives where each dataset begins. Rank 0 only."""
-    h5py = hdf5.library()
+    h5py = hdf5.load()
     part = part_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

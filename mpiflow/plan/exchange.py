@@ -38,6 +38,11 @@ def copies(target: Layout, axes: Iterable[int], mesh: Mesh) -> int:
     return mesh.extent(axis for axis in axes if isinstance(target[axis], Broadcast))
 
 
+def packing_bytes(task: Task) -> int:
+    """How much of its workspace a collective may pack into: all before what it receives to sum."""
+    return task.attributes.get("received", task.workspace[1])
+
+
 def staging_bytes(task: Task, source: Register, target: Register, mesh: Mesh) -> int:
     """What a collective needs to pack what leaves and unpack what comes, on any rank.
 

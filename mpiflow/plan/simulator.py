@@ -163,9 +163,9 @@ def simulate(
         raise PlanError(f"{steps} steps cannot be simulated; give 1 or more")
     runs = runs_of(plan, program, micro_batches, lanes)
     if len(runs.order) < len(runs.runs):
-        for _ in Walk([Step(one) for one in runs.programs]).run():
+        for _ in Walk([Step(one, micro_batches) for one in runs.programs]).run():
             pass  # it raises, and says what waits in a circle
-        raise PlanError(f"program {program} would hang: tasks wait for slots that are never freed")
+        raise AssertionError("runs wait in a circle, and their tasks do not")
     clock = _Clock(runs, _durations(runs, dict(factors or {})), plan.overlap)
     for _ in range(steps):
         clock.step()

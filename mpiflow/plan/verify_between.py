@@ -1,7 +1,7 @@
 """Verify: programs take turns in memory, but for what outlives a step.
 
 Reads fill their slots ahead of a program's steps, and what is stored is written behind them, while
-other programs run. A sweep over each arena finds who shares bytes with that.
+other programs run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpiflow.errors import VerifyError
-from mpiflow.plan.places import workspace_space
-from mpiflow.plan.records import Plan, Program
+from mpiflow.plan.places import AHEAD, workspace_space
+from mpiflow.plan.records import WRITE, Plan, Program
 from mpiflow.plan.registers import outliving
 
 
@@ -37,10 +37,11 @@ def _spans(program: Program) -> Iterator[tuple[int, int, str, str, bool, str]]:
     """Start, stop and space of all memory of a program, if it outlives a step, and its name."""
     lasting, named = outliving(program.tasks), f"of program {program.name}"
     for r in program.registers:
-        if stop := r.nbytes * r.slots:
-            place = r.offset, r.offset + stop, r.space
+        if size := r.nbytes * r.slots:
+            place = r.offset, r.offset + size, r.space
             yield *place, program.name, r.name in lasting, f"{r.name} {named}"
     for task in program.tasks:
         if task.workspace[1]:
             place = task.workspace[0], sum(task.workspace), workspace_space(task.route)
-            yield *place, program.name, False, f"the workspace of {task.name} {named}"
+            lasts = task.stream in (*AHEAD, WRITE)
+            yield *place, program.name, lasts, f"the workspace of {task.name} {named}"

@@ -21,7 +21,7 @@ from typing import Any
 from mpiflow.errors import PlanError, VerifyError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Broadcast, Layout, Partial, S, Sbp, layout_text
-from mpiflow.plan.exchange import exchange_axes, staging_bytes
+from mpiflow.plan.exchange import exchange_axes, packing_bytes, staging_bytes
 from mpiflow.plan.records import Register, Task, Variable, communication_stream
 from mpiflow.plan.rows import ROW_KINDS, check_rows
 from mpiflow.plan.slice import itemsize
@@ -115,16 +115,21 @@ def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, conte
             f"{what} has {len(task.inputs)} inputs and {len(task.outputs)} outputs; "
             "every input needs its output"
         )
+    room, dtype = packing_bytes(task), tensors[task.inputs[0]].dtype
+    if type(room) is not int or room % itemsize(dtype):
+        raise VerifyError(
+            f"{what} receives what it sums from byte {room!r} of its workspace, which is no place"
+            f" of {dtype} elements"
+        )
     if len(task.inputs) > 1:
         _check_fused(task, [tensors[name] for name in task.inputs], tensors, what)
     for source, target in zip(task.inputs, task.outputs, strict=True):
         _check_transition(task, tensors[source], tensors[target], mesh, what)
     if len(task.inputs) == 1:
         needed = staging_bytes(task, tensors[task.inputs[0]], tensors[task.outputs[0]], mesh)
-        if task.workspace[1] < needed:
+        if room < needed:
             raise VerifyError(
-                f"{what} packs pieces into a workspace of {task.workspace[1]} bytes, and needs "
-                f"{needed}"
+                f"{what} packs pieces into a workspace of {room} bytes, and needs {needed}"
             )
 
 
@@ -208,10 +213,10 @@ def _check_fused(
         _check_side_by_side(task, inputs, tensors, what)
         return
     needed = sum(tensors[name].nbytes for name in (*task.inputs, *task.outputs))
-    if task.workspace[1] < needed:
+    if packing_bytes(task) < needed:
         raise VerifyError(
             f"{what} packs {len(inputs)} tensors and their parts, {needed} bytes; its workspace"
-            f" has {task.workspace[1]}"
+            f" has {packing_bytes(task)}"
         )
 
 

@@ -17,7 +17,6 @@ from mpiflow.errors import VerifyError
 from mpiflow.plan.marked import Step, Use
 from mpiflow.plan.places import AHEAD, workspace_space
 from mpiflow.plan.records import WRITE, Variable
-from mpiflow.plan.registers import outliving
 from mpiflow.plan.seats import seats
 from mpiflow.plan.verify_layout import label
 from mpiflow.plan.walk import Order
@@ -71,9 +70,13 @@ def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
     """A piece for each micro-batch that has a register of its own; what is read ahead is one."""
     lasting = {output.register for output in step.program.outputs}
     names, seated = {variable.name for variable in variables}, seats(step.program)
-    outlives = outliving(step.tasks)
     for r in step.program.registers:
-        maker, alone = step.makers[r.name], r.name in outlives
+        maker = step.makers[r.name]
+        users = (maker, *step.users.get(r.name, ()))
+        # Said here by itself: what plans memory must not be what proves it.
+        alone = step.tasks[maker].stream in AHEAD or any(
+            step.tasks[i].stream == WRITE for i in users
+        )
         parts = step.in_parts(r.name) and not alone
         for micro in range(step.count) if parts else (0,):
             slot, slots = (micro % r.slots, 1) if r.rewound else (0, r.slots)
@@ -83,7 +86,7 @@ def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
             yield Piece(
                 f"register {r.name}" + f" of micro-batch {micro + 1}" * parts,
                 r.space, start, start + slots * r.nbytes, step.number(maker, micro),
-                _uses(step, (maker, *step.users.get(r.name, ())), micro if parts else -1),
+                _uses(step, users, micro if parts else -1),
                 (r.name, micro), (r.aliases, micro if step.in_parts(r.aliases) else 0),
                 alone=alone, lasting=r.name in lasting or r.aliases in names,
             )  # fmt: skip

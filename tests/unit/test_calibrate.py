@@ -170,7 +170,7 @@ class Exchange:
             return time.perf_counter() >= self.ends
         ends = time.thread_time() + 0.005
         while time.thread_time() < ends:
-            self.left -= 1e-9
+            pass
         self.left -= 0.005
         return self.left <= 0
 

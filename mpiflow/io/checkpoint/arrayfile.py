@@ -23,7 +23,7 @@ class ArrayFile:
     def __init__(self, path: Path) -> None:
         self._path, self._part = path, path.with_name(f".{path.name}.part")
         self._disk = Disk(os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666))
-        self._file = hdf5.library().File(self._disk, "w", libver=("v110", "latest"))
+        self._file = hdf5.load().File(self._disk, "w", libver=("v110", "latest"))
 
     def store(self, name: str, array: np.ndarray, attributes: dict[str, Any]) -> int:
         """Write a dataset; gives the byte of the file where its values begin."""

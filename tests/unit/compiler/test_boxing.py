@@ -78,6 +78,7 @@ def test_every_pair_of_layouts_on_two_axes(sizes, shape, more, step):
     ],
 )
 def test_pairs_of_layouts_on_larger_meshes(mesh, shape):
+    """A quarter of the sources of two axes to all targets; of three axes eight to six each."""
     mesh = parse_mesh(mesh)
     draw = random.Random(1)
     found = layouts(mesh, shape)

@@ -16,7 +16,6 @@ import mpiflow as mf
 from mpiflow.cli import main
 from mpiflow.errors import VerifyError
 from mpiflow.plan.places import D2H, FEED, H2D, NCCL, PINNED, STAGED
-from mpiflow.plan.records import READ
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.store import dumps, loads
 from mpiflow.plan.verify import verify
@@ -140,13 +139,14 @@ def test_a_variable_that_is_sent_and_then_comes_back_changed_has_a_place_for_eac
     assert "fc1.weight@pinned.new" in copies[H2D].inputs
 
 
-def test_copies_are_predicted_to_run_beside_the_step_before(staged):
+def test_copies_are_predicted_to_run_beside_kernels():
     """What the next step reads is on the device before that begins."""
-    train = simulate(staged, "train", 5)
+    plan = compile_for("data=2", classifier(width=512), route=STAGED)
+    train = simulate(plan, "train", 5)
     feed = next(e for e in train.events if e.step == 4 and e.stream == FEED)
     assert feed.stop < train.ends[3]
-    others = [e for e in train.events if e.stream not in (READ, FEED)]
-    assert any(e.start < feed.stop and feed.start < e.stop for e in others)
+    kernels = [e for e in train.events if e.stream == "compute"]
+    assert any(e.start < feed.stop and feed.start < e.stop for e in kernels)
 
 
 def test_a_plan_for_the_host_has_one_arena_and_no_routes():
@@ -233,12 +233,28 @@ def test_what_mpi_sends_to_be_summed_needs_a_place():
     at = place(program, "bucket.data.0")
     task = program.tasks[at]
     verify(plan)
-    for fault in (
-        {"attributes": task.attributes | {"received": 256}},
-        {"workspace": (task.workspace[0], task.workspace[1] - 4)},
+    for fault, message in (
+        ({"attributes": task.attributes | {"received": 256}}, "receives .* bytes to sum"),
+        (
+            {"workspace": (task.workspace[0], task.workspace[1] - 4)},
+            "receives .* bytes to sum",
+        ),
+        ({"attributes": task.attributes | {"received": "x"}}, "from byte 'x' of its workspace"),
+        ({"attributes": task.attributes | {"received": 2}}, "no place of float32 elements"),
     ):
-        with pytest.raises(VerifyError, match=r"receives [\d,]+ bytes to sum from byte"):
+        with pytest.raises(VerifyError, match=message):
             verify(with_program(plan, program, with_task(program, at, **fault)))
+
+
+def test_what_mpi_sends_to_be_summed_may_not_come_where_a_collective_packs():
+    plan = compile_for("data=2", classifier(width=64), zero=1, route="mpi")
+    program = plan.program("train")
+    scatters = [t for t in program.tasks if t.op == "reduce_scatter" and len(t.inputs) > 1]
+    verify(plan)
+    at = place(program, scatters[0].name)
+    fault = {"attributes": program.tasks[at].attributes | {"received": 0}}
+    with pytest.raises(VerifyError, match="packs"):
+        verify(with_program(plan, program, with_task(program, at, **fault)))
 
 
 def test_what_nccl_lacks_is_a_note_with_its_price():

@@ -98,6 +98,6 @@ def test_updates_that_wait_for_all_gradients_stay_at_the_end():
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_early_updates_leave_the_peak_of_memory_no_higher(zero):
-    early, late = plan_of(zero), plan_of(zero, machine(overlap=False))
+def test_early_updates_leave_the_peak_of_memory_hardly_higher(zero):
+    early, late = plan_of(zero), plan_of(zero, machine(overlap=False))  # at level 3 by 2.8 %
     assert early.arena() <= 1.03 * late.arena()

@@ -48,8 +48,8 @@ def found():
 
 def test_a_layer_more_takes_few_calls_and_little_memory_to_plan(found):
     one, three = found["1 data=64"], found["3 data=64"]
-    assert three["calls"] - one["calls"] < 2 * 260_000  # 174,000 when this was written
-    assert three["MiB"] < 2 * 3
+    assert three["calls"] - one["calls"] < 2 * 260_000  # 215,000 when this was written
+    assert three["MiB"] < 2 * 2  # 2.4 when this was written
 
 
 def test_layouts_on_two_axes_take_few_calls_to_choose(found):
