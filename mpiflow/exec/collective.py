@@ -15,7 +15,7 @@ import numpy as np
 from mpiflow.exec import packed
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.rows import bind_rows
-from mpiflow.exec.transport import Group, Message, Request, Start, Together
+from mpiflow.exec.transport import Group, InTurn, Message, Request, Start, Steps, Together
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Box
 from mpiflow.plan.pieces import is_in_pieces, pieces_of
@@ -30,34 +30,31 @@ Copy = tuple[np.ndarray, np.ndarray]
 class Collective:
     """One collective of one rank; `start` it, then `test` until it is over."""
 
-    __slots__ = ("_after", "_before", "_group", "_packed", "_request", "_start")
+    __slots__ = ("_after", "_before", "_group", "_request", "_start")
 
     def __init__(
         self, group: Group, start: Callable[[], Request], before: list[Copy], after: list[Copy]
     ) -> None:
         self._start, self._before, self._after = start, before, after
         self._group = group
-        self._packed = False
         self._request: Request
 
     def start(self) -> None:
         """Pack and begin."""
-        for target, source in self._before:
-            self._group.copy(target, source)
-        self._request = self._start()
-        self._packed = bool(self._after)
+        self._request = InTurn(self._steps())
 
     def test(self) -> bool:
         """Make progress; whether it is over and unpacked."""
-        if not self._request.test():
-            return False
-        if not self._packed:
-            return True
-        for target, source in self._after:
-            self._group.copy(target, source)
-        self._packed = False
-        self._request = self._group.settled()
         return self._request.test()
+
+    def _steps(self) -> Steps:
+        for target, source in self._before:
+            self._group.copy(target, source)
+        yield self._start()
+        if self._after:
+            for target, source in self._after:
+                self._group.copy(target, source)
+            yield self._group.settled()
 
 
 class Pieces:

@@ -11,17 +11,26 @@ What is received before it is summed has a place in the workspace of the task.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpiflow.errors import TaskError
-from mpiflow.exec.transport import DONE, Call, Group, Operation, Request, Start, Together
+from mpiflow.exec.transport import (
+    DONE,
+    Call,
+    Group,
+    InTurn,
+    Operation,
+    Request,
+    Start,
+    Steps,
+    Together,
+)
 from mpiflow.graph.sbp import span
 
-Steps = Iterator[Request]
 _SUMS = {"sum": "add", "max": "maximum"}
 
 
@@ -118,16 +127,10 @@ class _Direct(Operation):
         self._direct, self._starts = group, starts
 
     def _begin(self) -> None:
-        self._rest = self._steps()
-        self._request = next(self._rest)
+        self._request = InTurn(self._steps())
 
     def _is_done(self) -> bool:
-        while self._request.test():
-            following = next(self._rest, None)
-            if following is None:
-                return True
-            self._request = following
-        return False
+        return self._request.test()
 
     def _steps(self) -> Steps:
         """What is waited for, one after another."""

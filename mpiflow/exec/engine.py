@@ -69,7 +69,7 @@ class Engine:
             lane.begin()
         self._runs += 1
         self._program, self._step, self._lanes = program, step, lanes
-        sleep = Sleep(self._bell)
+        sleep = Sleep(self._bell, self._advance)
         last = None
         while True:
             moved = False
@@ -116,8 +116,8 @@ class Sleep:
     it spins for 50 us, then yields the core up to 1 ms, and only then sleeps.
     """
 
-    def __init__(self, bell: Bell) -> None:
-        self._bell = bell
+    def __init__(self, bell: Bell, advance: Callable[[], bool] | None = None) -> None:
+        self._bell, self._advance = bell, advance
         self.reset()
 
     def reset(self) -> None:
@@ -135,13 +135,15 @@ class Sleep:
             self._doze(polled)
 
     def _doze(self, polled: list[Lane]) -> None:
-        # Nothing else is looked at in between: a kernel on this core has left Python a cold cache.
+        # Lanes that nothing happens in are not looked at: a kernel on this core has left Python a
+        # cold cache.
         until = time.perf_counter() + _CHECK_SECONDS
         while not self._bell.wait(self._sleep) and time.perf_counter() < until:
             self._sleep = min(2 * self._sleep, LONGEST_SLEEP_SECONDS)
-            for lane in polled:
-                if lane.has_news():
-                    return
+            if any(lane.has_news() for lane in polled):
+                return
+            if self._advance is not None and self._advance():
+                return
 
     def _is_short(self) -> bool:
         """Whether it has not waited for long; leaves the core to others if they want it."""

@@ -112,7 +112,7 @@ class Lane(ABC):
             raise Failed(self.items[number].tasks[0]) from error
 
     def has_news(self) -> bool:
-        """Of what is polled and in flight: whether the first item is done. Changes nothing."""
+        """Of what is polled and in flight: whether the first item is over. Leaves `done` alone."""
         raise NotImplementedError(self.stream)
 
     @abstractmethod

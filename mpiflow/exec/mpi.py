@@ -109,11 +109,11 @@ class MpiTransport(Transport):
     def takes_device_memory(self) -> str:
         """What the library says of itself, if not that it takes it."""
         self.check_thread()
+        if _says_that_it_takes_gpus(self._mpi):
+            return ""
         return (
-            ""
-            if says_that_it_takes_gpus(self._mpi)
-            else f"{implementation(self._mpi)} does not say"
-            " that it takes memory of GPUs (MPIX_Query_cuda_support, mpi_memory_alloc_kinds)"
+            f"{implementation(self._mpi)} does not say that it takes memory of GPUs"
+            " (MPIX_Query_cuda_support, mpi_memory_alloc_kinds)"
         )
 
     def barrier(self) -> Request:
@@ -377,7 +377,7 @@ class _Once(Request):
         return self._request.Test()
 
 
-def says_that_it_takes_gpus(mpi: Any) -> bool:
+def _says_that_it_takes_gpus(mpi: Any) -> bool:
     """Whether the library says that messages may be given memory of CUDA devices.
 
     By MPI 4.1's way to say so, by the functions that Open MPI, MPICH and Intel MPI have, or by the
@@ -393,8 +393,8 @@ def says_that_it_takes_gpus(mpi: Any) -> bool:
 def _asks_library() -> bool:
     """What `MPIX_Query_cuda_support` gives, of the library that this process has loaded."""
     with open("/proc/self/maps") as maps:
-        files = {line.split()[-1] for line in maps if "/libmpi" in line}
-    for file in sorted(files):
+        files = {line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line}
+    for file in sorted(filter(os.path.exists, files)):  # none that was replaced meanwhile
         query = getattr(ctypes.CDLL(file), "MPIX_Query_cuda_support", None)
         if query is not None:
             return bool(query())

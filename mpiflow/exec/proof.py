@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,15 +34,16 @@ def prove(transport: Transport, device: Device) -> None:
     _agree(transport, refused)
     group = transport.group(tuple(range(transport.size)), "proof")
     hosts = [data.decode() for data in transport.all_gather(transport.host.encode())]
-    for ring in (_ring_on_host(hosts, transport.rank), _ring_of_hosts(hosts, transport.rank)):
+    rings = _ring_on_host(hosts, transport.rank), _ring_of_hosts(hosts, transport.rank)
+    for ring, (tag, size) in product(rings, enumerate(_SIZES)):
         problem = ""
         if ring is not None:
             before, after = ring
             try:
-                problem = _try(transport, device, group, before, after)
+                problem = _try(transport, device, group, before, after, tag, size)
             except TaskError as error:
                 problem = str(error)
-        _agree(transport, problem)
+        _agree(transport, problem)  # or a rank would wait for another that has given up
 
 
 def _ring_on_host(hosts: list[str], rank: int) -> tuple[int, int] | None:
@@ -60,34 +62,33 @@ def _beside(ring: list[int], rank: int) -> tuple[int, int] | None:
     return (ring[place - 1], ring[(place + 1) % len(ring)]) if len(ring) > 1 else None
 
 
-def _try(transport: Transport, device: Device, group: Group, before: int, after: int) -> str:
+def _try(
+    transport: Transport, device: Device, group: Group, before: int, after: int, tag: int, size: int
+) -> str:
     """Send to one rank and receive from another; what is wrong with what came, "" if nothing."""
-    memory = device.allocate(2 * max(_SIZES))
-    for tag, size in enumerate(_SIZES):
-        sent, came = memory[:size], memory[-size:]
-        device.fill(sent, _pattern(transport.rank, size))
-        device.fill(came, np.full(size, _UNWRITTEN, np.uint8))
-        requests = [
-            group.bind_receive(came, before, tag)(), group.bind_send(sent, after, tag)()
-        ]  # fmt: skip
-        began = time.perf_counter()
-        while not all([request.test() for request in requests]):
-            if transport.check is not None:
-                transport.check()
-            if time.perf_counter() - began > _SECONDS:
-                return (
-                    f"{size:,} bytes from rank {before}, or those to rank {after}, were still under"
-                    f" way after {_SECONDS:.0f} s"
-                )
-        found, expected = device.fetch(came), _pattern(before, size)
-        wrong = np.flatnonzero(found != expected)
-        if wrong.size:
-            at = int(wrong[0])
+    memory = device.allocate(2 * size)
+    sent, came = memory[:size], memory[-size:]
+    device.fill(sent, _pattern(transport.rank, size))
+    device.fill(came, np.full(size, _UNWRITTEN, np.uint8))
+    requests = [group.bind_receive(came, before, tag)(), group.bind_send(sent, after, tag)()]
+    began = time.perf_counter()
+    while not all([request.test() for request in requests]):
+        if transport.check is not None:
+            transport.check()
+        if time.perf_counter() - began > _SECONDS:
             return (
-                f"of {size:,} bytes from rank {before}, {wrong.size:,} differ: byte {at} is"
-                f" {found[at]}, where {expected[at]} was sent"
+                f"{size:,} bytes from rank {before}, or those to rank {after}, were still under"
+                f" way after {_SECONDS:.0f} s"
             )
-    return ""
+    found, expected = device.fetch(came), _pattern(before, size)
+    wrong = np.flatnonzero(found != expected)
+    if not wrong.size:
+        return ""
+    at = int(wrong[0])
+    return (
+        f"of {size:,} bytes from rank {before}, {wrong.size:,} differ: byte {at} is"
+        f" {found[at]}, where {expected[at]} was sent"
+    )
 
 
 def _pattern(rank: int, size: int) -> np.ndarray:

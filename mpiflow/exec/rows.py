@@ -7,20 +7,18 @@ plan keeps for the most that can come. No other message of the group is under wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from math import prod
 
 import numpy as np
 
 from mpiflow.exec.arena import Arena
-from mpiflow.exec.transport import Group, Message, Request
+from mpiflow.exec.transport import Group, InTurn, Message, Request, Steps
 from mpiflow.graph.sbp import shard_box
 from mpiflow.ops.rows import PADDING
 from mpiflow.plan.records import Register, Task
 from mpiflow.plan.rows import COUNT, FETCH, joint, owned_span
 from mpiflow.plan.slice import RankPlan
 
-Steps = Iterator[Request]
 """What a message does next, each time that the request which it gave last is done."""
 
 
@@ -45,17 +43,11 @@ class _Rows(ABC):
 
     def start(self) -> None:
         """Find which rows have to travel, and begin to say so."""
-        self._rest = self._steps()
-        self._request = next(self._rest)
+        self._request = InTurn(self._steps())
 
     def test(self) -> bool:
         """Make progress; whether all is where it belongs."""
-        while self._request.test():
-            following = next(self._rest, None)
-            if following is None:
-                return True
-            self._request = following
-        return False
+        return self._request.test()
 
     def _count(self, ids: np.ndarray) -> Request:
         """Tell each member how many of these ids, which ascend, are its own."""

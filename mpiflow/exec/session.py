@@ -346,9 +346,11 @@ class Session:
                 self._run(bound, 0, stream)
             finally:
                 lane.segments = plain
-        # After its kernel a task may have one call more, which gives back what it read.
-        kernels = {task.name: (task, seconds) for task, seconds in reversed(measured)}
-        return list(reversed(kernels.values()))
+        kernels: dict[str, tuple[Task, float]] = {}
+        for task, seconds in measured:
+            # After its kernel a task may have one call more, which gives back what it read.
+            kernels.setdefault(task.name, (task, seconds))
+        return list(kernels.values())
 
     def save(self, writer: Writer) -> None:
         """Collective. Snapshot all variables; they are stored beside the next steps."""

@@ -17,7 +17,7 @@ import os
 import platform
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,6 +108,26 @@ class Together(Request):
         return not self._requests
 
 
+Steps = Iterator[Request]
+"""Requests, each made when the one before is done."""
+
+
+class InTurn(Request):
+    """Several, one after another."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._rest, self._request = steps, next(steps, DONE)
+
+    def test(self) -> bool:
+        """Make progress, and make the next where one is done; whether all are."""
+        while self._request.test():
+            following = next(self._rest, None)
+            if following is None:
+                return True
+            self._request = following
+        return False
+
+
 class Message(Protocol):
     """What a collective task does in a step: it is started, and later waited for."""
 
@@ -115,7 +135,7 @@ class Message(Protocol):
         """Pack and begin."""
 
     def test(self) -> bool:
-        """Make progress; whether it is over and unpacked. Not to be asked again after that."""
+        """Make progress; whether it is over and unpacked, and true ever after."""
 
 
 @dataclass(frozen=True, slots=True)

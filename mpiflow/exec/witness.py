@@ -50,6 +50,7 @@ class Lifeline:
         """Collective. `host` is the address of rank 0; a report is left in that file too."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._released = False
         port = 0
         if transport.rank == 0 and is_needed(transport.size):
             port = self._start(host, token, transport.size, report)
@@ -84,9 +85,12 @@ class Lifeline:
         if not self._address[1]:
             return
         with suppress(OSError):
-            self._socket = socket.create_connection(self._address, _CONNECT_SECONDS)
-            self._socket.sendall(self._hello)
-            self._socket.setblocking(False)
+            line = socket.create_connection(self._address, _CONNECT_SECONDS)
+            line.sendall(self._hello)
+            line.setblocking(False)
+            self._socket = line
+        if self._released:  # meanwhile, by another thread
+            self.let_go()
 
     def tell(self, place: str) -> None:
         """Tell the witness where this rank is."""
@@ -96,6 +100,7 @@ class Lifeline:
 
     def let_go(self) -> None:
         """This rank ends as it should, or has said why it does not. Any thread may call."""
+        self._released = True
         self.tell(_GOODBYE.decode())
 
     def close(self) -> None:

@@ -149,7 +149,8 @@ class Op:
 
         All are of one length, that of the tensors that the op does the same to. Where some of these
         lie side by side in every range, `joined` does the same to them as flat arrays. The first
-        range of inputs is of what is updated, the second of its gradients.
+        range of inputs is of what is updated, the second of its gradients. The kernel asks for no
+        `shard.start`, as operands move.
         """
         return (), ()
 

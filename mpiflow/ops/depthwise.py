@@ -33,6 +33,10 @@ _STRIDE = 4
 class Depthwise(Geometry):
     """A convolution of one channel and one output a group, on local arrays."""
 
+    def worth_rows(self) -> bool:
+        """It has a way of its own."""
+        return False
+
     @property
     def padded(self) -> Shape:
         """The size of an image with its padding."""

@@ -123,7 +123,7 @@ class Geometry:
     def worth_rows(self) -> bool:
         """Whether turns save more columns than it costs to sort the weights and add the products.
 
-        That copies fast, and this does not.
+        These count twice, as what is saved copies fast.
         """
         places, turns = self.images * prod(self.windows), self.kernel[0]
         saved = self.channels * prod(self.kernel) * (turns - 1) // turns

@@ -36,9 +36,9 @@ def test_every_rank_tries_its_own_host_and_another(monkeypatch):
     tried = set()
     plain = proof._try
 
-    def noted(transport, device, group, before, after):
+    def noted(transport, device, group, before, after, *more):
         tried.add((transport.rank, after))
-        return plain(transport, device, group, before, after)
+        return plain(transport, device, group, before, after, *more)
 
     monkeypatch.setattr(proof, "_try", noted)
     proven(5)
@@ -59,6 +59,21 @@ def test_what_came_and_what_was_sent_are_told_on_all_ranks():
     assert "rank 0 on a (and 1 more): of 64 bytes from rank" in found[0]
     assert "byte 0 is 0, where" in found[0]
     assert "--route nccl or --route staged" in found[0]
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_that_receives_nothing_is_named_and_not_the_one_that_would_wait_for_it():
+    def work(transport):
+        transport.takes_device_memory = lambda: ""
+        device = (Fake, Deaf)[transport.rank]()
+        with pytest.raises(LaunchError) as error:
+            prove(transport, device)
+        return str(error.value)
+
+    first, second = run_local(2, work)
+    assert first == second
+    assert "rank 1 on" in first
+    assert "under way" not in first
 
 
 @pytest.mark.ranks(2)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -130,12 +131,23 @@ def test_the_file_needs_nothing_but_the_standard_library():
     assert not {"numpy", "mpiflow"} & set(done.stdout.split())
 
 
-def test_a_lifeline_may_be_let_go_by_any_thread_and_before_it_is_held(tmp_path):
+@pytest.mark.ranks(2)
+def test_a_lifeline_may_be_let_go_by_any_thread_and_before_it_is_held(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDI_CONTROL_FD", "8")
+
     def work(transport):
         line = Lifeline(transport, "127.0.0.1", TOKEN, tmp_path / "failure.txt")
-        thread = threading.Thread(target=line.let_go)
-        thread.start()
-        thread.join()
-        line.close()
+        if transport.rank == 1:
+            thread = threading.Thread(target=line.let_go)
+            thread.start()
+            thread.join()
+        line.connect()
+        transport.barrier().wait()
+        if transport.rank == 1:
+            line._socket.close()  # it ends without another word
+        else:
+            time.sleep(0.3)
+            line.close()
 
-    run_local(1, work)
+    run_local(2, work)
+    assert not (tmp_path / "failure.txt").exists()
