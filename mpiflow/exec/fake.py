@@ -22,7 +22,7 @@ import numpy as np
 from mpiflow.errors import TaskError
 from mpiflow.exec.device import InHostMemory, host_bytes, host_dtype
 from mpiflow.exec.hazards import POISON, Hazards
-from mpiflow.exec.segments import Call, Events, Segment
+from mpiflow.exec.segments import Call, Events, Segment, task_at
 from mpiflow.exec.transport import Message
 from mpiflow.plan.places import ACCELERATOR
 from mpiflow.plan.records import Task
@@ -74,7 +74,7 @@ class FakeStream:
         self.seconds = self.ended = 0.0
         self.thread: int | None = None
         self.queue: deque[tuple[Segment, Events]] = deque()
-        self._task: Task | None = None
+        self._running: tuple[Segment, Iterator[Call]] | None = None
         self._message: DeviceMessage | None = None
 
     def submit(self, segment: Segment, after: Events = ()) -> None:
@@ -83,7 +83,8 @@ class FakeStream:
 
     def task(self) -> Task | None:
         """The task that is being done."""
-        return self._task
+        running = self._running
+        return None if running is None else task_at(running)
 
     def clock(self) -> float:
         """The time."""
@@ -114,17 +115,16 @@ class FakeStream:
     def run(self) -> None:
         """Do the next segment, or begin it if it is a message."""
         segment, _ = self.queue[0]
-        began = time.perf_counter()
+        began, calls = time.perf_counter(), iter(segment.calls)
+        self._running = segment, calls
         try:
-            for task, call in zip(segment.tasks, segment.calls, strict=False):
-                self._task = task
+            for call in calls:
                 call()
                 if isinstance(call, DeviceMessage):
                     self._message = call
                     return
         except Exception as error:
-            assert self._task is not None
-            self.failure = self._task, error
+            self.failure = task_at(self._running), error
             return
         self._end()
         self.seconds += self.ended - began
@@ -137,8 +137,7 @@ class FakeStream:
             if not self._message.test():
                 return False
         except Exception as error:
-            assert self._task is not None
-            self.failure = self._task, error
+            self.failure = self.queue[0][0].tasks[0], error
             return True
         self._message = None
         self._end()
@@ -146,7 +145,7 @@ class FakeStream:
 
     def _end(self) -> None:
         self.queue.popleft()
-        self._task = None
+        self._running = None
         self.done += 1
         self.ended = time.perf_counter()
 

@@ -87,6 +87,10 @@ class Late(HostSide):
         super().copy(target, source)
         self.pending = True
 
+    def combine(self, ufunc, x, y, out):
+        super().combine(ufunc, x, y, out)
+        self.pending = True
+
     def mark(self):
         self.pending, side = False, self
         self.marks = mine = self.marks + 1
