@@ -2,11 +2,12 @@
 
     python benchmarks/faults.py [--count 60] [--seed 0] [--kind KIND] [--pauses SECONDS]
 
-Plants random faults (an exception, SIGSTOP, SIGKILL, an endless kernel, a reader that hangs, a lost
-message, a rank busy between steps) at random steps of random ranks, on 2 to 4 ranks, in the job of
-`tests/mpi/cli_job.py`. Prints the share that was named rightly, and the median of the seconds from
-the fault to the end of all ranks. With --pauses, a run whose ranks are stopped and continued at
-random, for up to 2 s at a time and under load, must end well: no false alarm.
+Plants random faults (an exception, SIGSTOP, SIGKILL, an endless kernel, in Python or in C, a reader
+that hangs, a lost message, a call of MPI that does not return, a rank busy between steps) at random
+steps of random ranks, on 2 to 4 ranks, in the job of `tests/mpi/cli_job.py`. Prints the share that
+was named rightly, and the median of the seconds from the fault to the end of all ranks. With
+--pauses, a run whose ranks are stopped and continued at random, for up to 2 s at a time and under
+load, must end well: no false alarm.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +30,9 @@ sys.path[:0] = [str(ROOT / "tests/mpi"), str(ROOT / "tests"), str(ROOT)]
 
 from cli_job import Runner, write_data, write_job  # noqa: E402
 
-KINDS = ("main", "kernel", "SIGSTOP", "SIGKILL", "endless", "slow", "lost", "host")
+KINDS = (
+    "main", "kernel", "SIGSTOP", "SIGKILL", "endless", "frozen", "slow", "lost", "deaf", "host",
+)  # fmt: skip
 LIMIT_SECONDS = 90
 
 
@@ -40,30 +44,29 @@ def named(kind: str, rank: int, ranks: int, out: str) -> bool:
     return bool(re.match(rf"rank {rank} (\(|of {ranks} )", said))
 
 
+def mpiexec(
+    count: int, *arguments: object, device: tuple[str, ...], timeout: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """What `cli_job.Runner` starts ranks with; `device` is what its tests are asked to run on."""
+    command = ["mpiexec", "-n", str(count), sys.executable, *map(str, (*arguments, *device))]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
 def inject(folder: Path, kind: str, rank: int, ranks: int, at: int) -> tuple[bool, float, str]:
     """Run with one fault: whether it was named, the seconds from then to the end, the output."""
-    began: list[float] = []
     mark = folder / "fault"
     mark.unlink(missing_ok=True)
-
-    def mpiexec(
-        count: int, *arguments: object, timeout: float, **variables: str
-    ) -> tuple[int, str]:
-        command = ["mpiexec", "-n", str(count), sys.executable, *map(str, arguments)]
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **variables}
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
-        began.append(time.time())
-        return done.returncode, done.stdout
-
-    runner = Runner(mpiexec, folder)
+    runner = Runner(partial(mpiexec, device=()), folder)
     options = ("--steps", 10**6, "--fresh", *(("--stall", 5) if kind in ("slow", "host") else ()))
     fault = f"{rank}:{kind}:{at}"
-    code, out = runner(ranks, *options, timeout=LIMIT_SECONDS, FAULT=fault, MARK=str(mark))
-    seconds = began[0] - mark.stat().st_mtime if mark.exists() else float("nan")
-    return code != 0 and named(kind, rank, ranks, out), seconds, out
+    done = runner(ranks, *options, timeout=LIMIT_SECONDS, FAULT=fault, MARK=str(mark))
+    seconds = time.time() - mark.stat().st_mtime if mark.exists() else float("nan")
+    right = done.returncode != 0 and named(kind, rank, ranks, done.stdout)
+    return right, seconds, done.stdout
 
 
 def faults(folder: Path, count: int, seed: int, kinds: tuple[str, ...]) -> None:

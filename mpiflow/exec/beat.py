@@ -14,8 +14,9 @@ class Beat:
     """Where a rank was when it sent its `number`-th beat, and for how long it had been there.
 
     `entered`, `waiting` are those of its transport. `reading` and `writing` say what its threads
-    do with files; `saving` is whether the rank waits for the latter. `still` are seconds. `stack`
-    is where the rank's Python code stands, if it has been still for some time.
+    do with files; `saving` is whether the rank waits for the latter. `still` are seconds, `deaf`
+    those for which it has not looked whether what it waits for has come. `stack` is where the
+    rank's Python code stands, if it has been still for some time.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Beat:
     saving: bool = False
     still: float = 0.0
     stack: str = ""
+    deaf: float = 0.0
 
     def place(self) -> tuple[Any, ...]:
         """What changes whenever the rank gets on with anything."""

@@ -5,8 +5,9 @@
     rank 2   compute: a kernel                              the culprit; two ranks wait for it
 
 What a rank waits for follows from the plan and the positions of all ranks (`exec.position`). A rank
-that waits for no other rank holds up the rest: it computes, reads, writes, or is silent. Where
-every rank waits, and all are all in what they wait for, a message was lost.
+that waits for no other rank holds up the rest: it computes, reads, writes, or is silent; or it may
+wait, but never looks whether what it waits for has come. Where every rank waits and looks, and all
+are in what they wait for, a message was lost.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from mpiflow.plan.pieces import pieces_of
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
 from mpiflow.plan.unroll import folded, unroll
 
-SILENT, COMPUTING, READING, WRITING, HOST, LOST = (
-    "silent", "computing", "reading", "writing", "host", "lost",
+SILENT, COMPUTING, DEAF, READING, WRITING, HOST, LOST = (
+    "silent", "computing", "deaf", "reading", "writing", "host", "lost",
 )  # fmt: skip
 FILES = (READING, WRITING, HOST)
 """Kinds of stalls that may mend by themselves, as file systems do."""
 _MOST_NAMES = 8
+_DEAF_SECONDS = 2.0
+"""A rank that waits looks many times a second whether what it waits for has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ class Court:
         """What makes one cause likelier than another; all have stood still for about as long."""
         assert node.cause is not None
         beat = self._seen[rank].beat
-        kinds = (LOST, HOST, WRITING, READING, COMPUTING, SILENT)
+        kinds = (LOST, HOST, WRITING, READING, DEAF, COMPUTING, SILENT)
         still = round(beat.still, 1) if beat else 0.0
         return len(victims), kinds.index(node.cause.kind), still, -rank
 
@@ -136,10 +139,10 @@ class Court:
         if seen.silent or beat is None:
             return _Node(_Cause(SILENT))
         if not beat.position.program:
-            return self._between(beat)
+            return _heeding(self._between(beat), beat)
         if beat.position.computing:
             return _Node(_Cause(COMPUTING, self._head(seen.rank, beat, COMPUTE)))
-        return self._within(seen.rank, beat)
+        return _heeding(self._within(seen.rank, beat), beat)
 
     def _between(self, beat: Beat) -> _Node:
         """A rank between two programs: it waits for the others, for its files, or is busy."""
@@ -152,7 +155,8 @@ class Court:
             for seen in self._seen
             if seen.beat is None or seen.beat.entered < beat.entered
         }
-        return _Node(None if waits else _Cause(LOST), waits)
+        everyone = tuple(seen.rank for seen in self._seen)
+        return _Node(None if waits else _Cause(LOST, with_ranks=everyone), waits)
 
     def _within(self, rank: int, beat: Beat) -> _Node:
         """A rank that waits for its streams: for other ranks, or for the files that it reads."""
@@ -248,7 +252,7 @@ class Court:
         doing = self._doing(seen, cause, f"{seconds:.0f} s")
         waiting = f"{victims} rank{'s' if victims > 1 else ''} wait{'' if victims > 1 else 's'}"
         text = f"{doing}; {waiting} for it" if victims and cause.kind != LOST else doing
-        if cause.kind in (COMPUTING, HOST) and beat and beat.stack:
+        if cause.kind in (COMPUTING, DEAF, HOST) and beat and beat.stack:
             text += f"\n{beat.stack}"
         return text
 
@@ -267,6 +271,9 @@ class Court:
                 return f"{seen.name}{about} has been silent for {time}"
             case "computing":
                 return f"{seen.name} has been in {_named(cause.task, beat)} for {time}"
+            case "deaf":
+                at = _named(cause.task, beat) if cause.task else self._since(beat)
+                return f"{seen.name} has not looked at its messages for {time} in {at}"
             case "reading":
                 file = (beat.reading if beat else "") or _named(cause.task, beat)
                 return f"{seen.name} has been reading {file} for {time}"
@@ -277,6 +284,9 @@ class Court:
                 return f"{seen.name} has been busy between two steps for {time}"
         return self._lost(cause, beat, time)
 
+    def _since(self, beat: Beat | None) -> str:
+        return (beat.position.name if beat else "") or "the time between two steps"
+
     def _lost(self, cause: _Cause, beat: Beat | None, time: str) -> str:
         end = f"for {time}: a message between them is lost"
         if cause.task is None:
@@ -286,6 +296,16 @@ class Court:
         last = names[-1] if more <= 0 else f"{more} more"
         who = f"{', '.join(names[:-1][:_MOST_NAMES])} and {last}"
         return f"{who} are all in {_named(cause.task, beat)}, which has not ended {end}"
+
+
+def _heeding(node: _Node, beat: Beat) -> _Node:
+    """A rank whose main thread never looks is one cause more, though it waits for others as well.
+
+    What it is in may be a call of MPI that waits for them, so what it waits for stays.
+    """
+    if beat.deaf > _DEAF_SECONDS and (node.cause is None or node.cause.kind == LOST):
+        node.cause = _Cause(DEAF, node.cause.task if node.cause else node.task)
+    return node
 
 
 def _causes(graph: list[_Node]) -> list[int]:

@@ -45,6 +45,8 @@ class Failure:
         self._lock = threading.Lock()
         self._taken = threading.Event()
         self.lifeline: Lifeline | None = None
+        self.checks = 0
+        """How often the main thread has looked whether what it waits for has come."""
         transport.check = self.check
 
     def use_folder(self, folder: Path) -> None:
@@ -57,6 +59,7 @@ class Failure:
 
     def check(self) -> None:
         """Raise the error of a thread that failed. Called in every wait."""
+        self.checks += 1
         if self._pending is not None:
             self._taken.set()
             raise self._pending

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,10 +65,11 @@ _STATES = {
 
 
 class Pulse:
-    """Makes the beats of one rank."""
+    """Makes the beats of one rank; `checks` counts how often its main thread looks about."""
 
-    def __init__(self, transport: Transport, watched: Session) -> None:
-        self._transport, self._watched = transport, watched
+    def __init__(self, transport: Transport, watched: Session, checks: Callable[[], int]) -> None:
+        self._transport, self._watched, self._checks = transport, watched, checks
+        self._checked = 0
         self._main = threading.get_ident()
         self._last = Beat(transport.rank, 0)
 
@@ -87,12 +88,15 @@ class Pulse:
         )
         if beat.place() == self._last.place():
             still = self._last.still + elapsed
-            beat = replace(beat, still=still, stack=self._stack() if self._stuck(still) else "")
-        self._last = beat
+            deaf = self._last.deaf + elapsed if self._checks() == self._checked else 0.0
+            stack = self._stack() if self._stuck(still, deaf) else ""
+            beat = replace(beat, still=still, deaf=deaf, stack=stack)
+        self._checked, self._last = self._checks(), beat
         return beat
 
-    def _stuck(self, still: float) -> bool:
-        return still > _STACK_SECONDS and not self._transport.waiting
+    def _stuck(self, still: float, deaf: float) -> bool:
+        waits = self._transport.waiting and deaf < _STACK_SECONDS
+        return still > _STACK_SECONDS and not waits
 
     def _stack(self) -> str:
         """Where the thread is that kernels run on, or the main one, innermost last."""
@@ -199,7 +203,7 @@ class Watchdog:
         home, report = self._post.address(0), folder / REPORT
         self._lifeline = failure.lifeline = Lifeline(transport, home, self._post.token, report)
         self._period = max(_PERIOD, transport.size / _BEATS_PER_SECOND)
-        self._pulse = Pulse(transport, watched)
+        self._pulse = Pulse(transport, watched, lambda: failure.checks)
         self._own = transport.rank
         watchers = self._post.watchers
         self._turn = watchers.index(self._own) if self._own in watchers else -1

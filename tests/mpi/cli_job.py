@@ -46,6 +46,7 @@ PINNED = (
 """A change of the job that puts its second half on the second stage."""
 
 SITE = '''
+import ctypes
 import importlib.abc
 import importlib.util
 import json
@@ -121,25 +122,32 @@ def plant():
                 if kind == "endless":
                     while True:
                         calls[0]
+                elif kind == "frozen":  # in C, and no other thread of Python may run
+                    ctypes.PyDLL(None).sleep(1000)
                 raise FloatingPointError("planted")
             kernel()
 
         return kernel_with_fault
 
     def start_with_fault(self):
-        """As if what this rank sends were lost: it believes to have begun, and never has."""
+        """As if what this rank sends were lost: it believes to have begun, and never has.
+
+        Or as if the call of MPI that begins it did not return.
+        """
         calls.append(self)
         if len(calls) == at + 1:
             mark()
+            if kind == "deaf":
+                time.sleep(1000)
             self._active, self._is_done = True, lambda: False
             return self
         return start(self)
 
     if kind in ("reader", "slow"):
         DatasetReader.read = read_with_fault
-    elif kind in ("kernel", "endless"):
+    elif kind in ("kernel", "endless", "frozen"):
         Relu.bind = bind_with_fault
-    elif kind == "lost":
+    elif kind in ("lost", "deaf"):
         Operation.start = start_with_fault
     else:
         Session.run = run_with_fault

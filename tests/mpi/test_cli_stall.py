@@ -29,6 +29,10 @@ def run(mpiexec, tmp_path):
              r" s; 2 ranks wait for it in task .* of step 31"),
             (2, "1:slow:40", r"rank 1 \({}\) has been reading train-001.h5 row 3 for step 41 for"
              r" \d s; 1 rank waits for it"),
+            (3, "1:deaf:100", r"rank 1 \({}\) has not looked at its messages for \d s in task \S+"
+             r" \(\w+, .*\) of step \d+; 2 ranks wait for it"),
+            (2, "0:frozen:40", r"rank 0 \({}\), whose process runs, but none of its Python, has"
+             r" been silent for \d s; 1 rank waits for it in task .* of step 41"),
             (3, "1:lost:100", r"rank 0 \({0}\), rank 1 \({0}\) and rank 2 \({0}\) are all in task"
              r" \S+ \(\w+, .*\) of step \d+, which has not ended for \d s: a message between them"
              r" is lost"),

@@ -9,7 +9,7 @@ from jobs import classifier_plan
 from pipeline_jobs import Case, layers, plan_of
 
 from mpiflow.exec.beat import Beat, unpack
-from mpiflow.exec.blame import COMPUTING, HOST, LOST, READING, SILENT, WRITING, Court, Seen
+from mpiflow.exec.blame import COMPUTING, DEAF, HOST, LOST, READING, SILENT, WRITING, Court, Seen
 from mpiflow.exec.position import Position
 from mpiflow.plan.pieces import pieces_of
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND
@@ -203,3 +203,39 @@ def test_a_beat_is_read_back_and_anything_else_is_dropped():
     assert unpack(data) == beat
     for wrong in (b"", b"null", b"[]", b"{}", data[:-2], data.replace(b"rank", b"tank"), b"\xff"):
         assert unpack(wrong) is None
+
+
+def test_of_ranks_that_are_all_in_a_message_the_one_that_never_looks_holds_it_up():
+    """Its main thread sleeps on, or does not come back from MPI; no message is lost."""
+    plan = classifier_plan("data=3")
+    ranks = [Rank("data=3", rank) for rank in range(3)]
+    name = ranks[0].tasks["comm.data"][0].name
+    while any([rank.advance(ranks, (rank.rank, name)) for rank in ranks]):
+        pass
+    lost = judge(plan, [rank.beat() for rank in ranks])
+    beats = [replace(r.beat(), deaf=5.0 * (r.rank == 1)) for r in ranks]
+    verdict = judge(plan, beats)
+    assert (verdict.kind, verdict.rank) == (DEAF, 1)
+    assert verdict.text.startswith("rank 1 (node) has not looked at its messages for 6 s in task")
+    assert verdict.text.endswith("2 ranks wait for it")
+    assert lost.kind == LOST
+
+
+def test_one_that_never_looks_is_not_to_blame_where_what_it_waits_for_computes():
+    """It may be in a call of MPI that ends when the other has come."""
+    plan = classifier_plan("data=3")
+    task = Rank("data=3", 2).tasks[COMPUTE][3]
+    beats = [replace(rank.beat(), deaf=5.0) for rank in stand("data=3", 2, task.name)]
+    verdict = judge(plan, beats)
+    assert (verdict.kind, verdict.rank) == (COMPUTING, 2), verdict.text
+
+
+def test_between_steps_one_that_waits_and_never_looks_is_to_blame():
+    plan = classifier_plan("data=3")
+    waiting = [Beat(rank, 9, Position(8), 12, True, still=30.0) for rank in range(3)]
+    verdict = judge(plan, [*waiting[:2], replace(waiting[2], deaf=9.0, stack="  File x")])
+    assert (verdict.kind, verdict.rank) == (DEAF, 2)
+    assert verdict.text == (
+        "rank 2 (node) has not looked at its messages for 30 s in the time between two steps;"
+        " 2 ranks wait for it\n  File x"
+    )

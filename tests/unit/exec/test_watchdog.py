@@ -1,5 +1,6 @@
 """How long is too long, who speaks, and how beats travel where datagrams do not."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -193,10 +194,14 @@ def test_a_rank_tells_for_how_long_it_is_in_the_same_place():
         thread=lambda: None,
     )
     place = Position(1, "train", 0)
-    pulse = watchdog.Pulse(LocalWorld(1).transports[0], watched)
+    checks = itertools.count()
+    pulse = watchdog.Pulse(LocalWorld(1).transports[0], watched, lambda: next(checks))
     assert [pulse(0.5).still for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
     place = Position(1, "train", 1)
     assert pulse(0.5).still == 0.0
     beats = [pulse(1.0) for _ in range(3)]
     assert [bool(beat.stack) for beat in beats] == [False, False, True]
     assert 'watchdog.py", line' in beats[-1].stack
+    assert [beat.deaf for beat in beats] == [0.0, 0.0, 0.0]
+    asleep = watchdog.Pulse(LocalWorld(1).transports[0], watched, lambda: 7)
+    assert [asleep(1.0).deaf for _ in range(4)] == [0.0, 1.0, 2.0, 3.0]
