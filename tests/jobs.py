@@ -1,6 +1,8 @@
 """A small classifier and its data in memory, compiled for any mesh and run on threads."""
 
 import sys
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,7 @@ from mpiflow.compiler.machine import find_machine
 from mpiflow.compiler.pipeline import ONE_FORWARD_ONE_BACKWARD
 from mpiflow.exec.failure import Failure
 from mpiflow.exec.fake import Fake
+from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.local import run_local
 from mpiflow.exec.session import Session
 from mpiflow.graph.mesh import parse_mesh
@@ -199,9 +202,13 @@ def on_ranks(plan, work, readers=None, seed=0):
         failure = Failure(transport)
         session = Session(plan, transport, readers, start_thread=failure.start_thread,
                           device=device_of(plan, transport.rank, seed))  # fmt: skip
-        session.run("initialise")
-        result = work(session)
-        session.close()
+        try:
+            session.run("initialise")
+            result = work(session)
+            session.close()
+        finally:
+            # A reader that finds a planted fault now would end the process, as nobody listens.
+            failure._taken.set()
         return result
 
     return run_local(plan.mesh.size, rank)
@@ -225,6 +232,27 @@ def evaluate(session):
             session.expect(name, steps)
             found += [(rows, session.run(name, step)) for step in steps]
     return found
+
+
+@contextmanager
+def fed_when_read():
+    """What feeds the next step to a device waits until as much of it is read as can be."""
+    plain = FeedLane.move
+
+    def move(lane):
+        read, deadline = lane.read, time.monotonic() + 10
+        while lane.early and read.pending and not lane.is_read(lane.started + 1):
+            if read.filled - read.acknowledged >= read.ahead:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(1e-4)
+        return plain(lane)
+
+    FeedLane.move = move
+    try:
+        yield
+    finally:
+        FeedLane.move = plain
 
 
 def with_program(plan, name, change):

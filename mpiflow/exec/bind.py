@@ -17,6 +17,7 @@ import numpy as np
 from mpiflow.exec.abreast import Operand, joined
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.collective import bind_collective, bind_message
+from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.lanes import DeviceLane, KernelLane, Lane, MessageLane, ReadLane
 from mpiflow.exec.segments import Call, Segment
 from mpiflow.exec.transport import Group, Message
@@ -24,7 +25,7 @@ from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.op import OUT, build_op
 from mpiflow.graph.sbp import box_shape
 from mpiflow.plan.handshakes import Item, items_of
-from mpiflow.plan.places import CUDA_MPI, D2H, H2D, NCCL, workspace_space
+from mpiflow.plan.places import CUDA_MPI, D2H, FEED, H2D, NCCL, workspace_space
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Program, Register, Task
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
@@ -79,6 +80,11 @@ class Step:
         return tuple(lane for lane in self.lanes if isinstance(lane, DeviceLane))
 
     @property
+    def feed(self) -> FeedLane | None:
+        """That of the copies of what is read, if a device has it."""
+        return next((lane for lane in self.lanes if isinstance(lane, FeedLane)), None)
+
+    @property
     def reads(self) -> ReadLane | None:
         """That of what is read, if anything is."""
         return next((lane for lane in self.lanes if isinstance(lane, ReadLane)), None)
@@ -88,7 +94,7 @@ class Binder:
     """Makes the lanes of one program on one rank.
 
     `rank` is the plan seen from it, on the mesh of the program; `whole` is that of all stages.
-    `give_back` is called when a stream no longer needs what was read for a micro-batch.
+    `give_back` is called with a stream that no longer needs what was read for a micro-batch.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class Binder:
         arenas: dict[str, Arena],
         groups: dict[str, Group],
         direct: dict[str, Group],
-        give_back: Callable[[int], None],
+        give_back: Callable[[str, int], None],
         *,
         polled: bool = True,
     ) -> None:
@@ -112,8 +118,9 @@ class Binder:
         self.boxes = {name: rank.box(register) for name, register in self.registers.items()}
         slots = {r.slots for r in program.registers if not r.rewound}
         turns = program.micro_batches
-        self.phases = lcm(turns, *slots) // turns
         self.items = items_of(self.program, self.registers)
+        # What feeds the next step has begun while the last is at work: each has lanes of its own.
+        self.phases = max(lcm(turns, *slots) // turns, 2 if FEED in self.items else 1)
         self.reads = [task for task in self.program.tasks if task.stream == READ]
         self.last_uses = _last_uses(self.program, self.reads)
 
@@ -123,10 +130,13 @@ class Binder:
         return not self.items.keys() <= {COMPUTE, READ}
 
     @property
-    def users(self) -> list[int]:
-        """Of each read, how many streams use what it gives."""
-        numbers = [k for found in self.last_uses.values() for k in found]
-        return [numbers.count(k) for k in range(len(self.reads))]
+    def users(self) -> list[tuple[str, ...]]:
+        """Of each read, the streams that use what it gives."""
+        streams = {task.name: task.stream for task in self.program.tasks}
+        return [
+            tuple(streams[name] for name, found in self.last_uses.items() if k in found)
+            for k in range(len(self.reads))
+        ]
 
     def views(self, phase: int) -> dict[str, np.ndarray]:
         """An array for every register and variable, in the slot of this phase."""
@@ -162,7 +172,8 @@ class Binder:
         route = tasks[0].route
         if tasks[0].kind in (H2D, D2H) or route == NCCL:
             segments = tuple(self._copies_or_message(item, views) for item in items)
-            lane = DeviceLane(stream, items, segments)
+            kind = FeedLane if stream == FEED else DeviceLane
+            lane = kind(stream, items, segments)
             lane.after = list(after)
             return lane
         messages = tuple(self._message(task, views) for task in tasks)
@@ -192,7 +203,8 @@ class Binder:
 
     def _after(self, task: Task) -> tuple[Call, ...]:
         """What follows a task: its stream gives back what no other task of it uses."""
-        return tuple(partial(self.give_back, k) for k in self.last_uses.get(task.name, ()))
+        found = self.last_uses.get(task.name, ())
+        return tuple(partial(self.give_back, task.stream, k) for k in found)
 
     def _message(self, task: Task, views: dict[str, np.ndarray]) -> Message:
         groups = self.direct if task.route in (NCCL, CUDA_MPI) else self.groups

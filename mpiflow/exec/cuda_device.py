@@ -86,6 +86,11 @@ class CudaStream:
         self._began = 0.0
         self._owner = threading.get_ident()
 
+    @property
+    def submitted(self) -> int:
+        """Those that are seen to be done, and the others."""
+        return self._done + len(self._pending)
+
     def submit(self, segment: Segment, after: Events = ()) -> None:
         """Give the GPU its calls, behind the events of what they need."""
         if not self._pending:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Lock
 
+from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.lanes import DeviceLane, KernelLane, Lane
 from mpiflow.exec.position import Position
 from mpiflow.exec.transport import Transport
@@ -63,16 +64,22 @@ class Engine:
         """Something is done that the engine may be waiting for."""
         self._bell.ring()
 
-    def run(self, lanes: Sequence[Lane], program: str, step: int) -> None:
-        """Bring all lanes to their ends. Raises Failed, or what a transport raises."""
+    def run(
+        self, lanes: Sequence[Lane], program: str, step: int, feed: FeedLane | None = None
+    ) -> None:
+        """Bring all lanes to their ends. Raises Failed, or what a transport raises.
+
+        Beside them the `feed` of the next step goes as far as it can.
+        """
         for lane in lanes:
             lane.begin()
         self._runs += 1
         self._program, self._step, self._lanes = program, step, lanes
         sleep = Sleep(self._bell, self._advance)
+        in_sight = lanes if feed is None else (*lanes, feed)
         last = None
         while True:
-            moved = False
+            moved = feed is not None and feed.move()
             for lane in lanes:
                 if lane.move():
                     moved, last = True, lane
@@ -85,11 +92,20 @@ class Engine:
                 continue
             if self._transport.check is not None:
                 self._transport.check()
-            sleep.pass_time(lanes)
+            sleep.pass_time(in_sight)
         for lane in lanes:
             if isinstance(lane, KernelLane) and last is not None:
                 lane.end(last)
         self._lanes = ()
+
+    def finish(self, lane: Lane) -> None:
+        """Wait between steps until what a lane has started is done."""
+        sleep = Sleep(self._bell, self._advance)
+        while lane.done < lane.started:
+            if not lane.move() and not (self._advance is not None and self._advance()):
+                if self._transport.check is not None:
+                    self._transport.check()
+                sleep.pass_time((lane,))
 
     def position(self) -> Position:
         """Where the rank is; any thread may ask."""

@@ -77,6 +77,11 @@ class FakeStream:
         self._running: tuple[Segment, Iterator[Call]] | None = None
         self._message: DeviceMessage | None = None
 
+    @property
+    def submitted(self) -> int:
+        """Those that are done, and those in the queue."""
+        return self.done + len(self.queue)
+
     def submit(self, segment: Segment, after: Events = ()) -> None:
         """Put it into the queue."""
         self.queue.append((segment, tuple(after)))

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpiflow.errors import TaskError
+from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.lanes import DeviceLane, Finding, Lane, ReadLane
 from mpiflow.exec.segments import Call, Segment
-from mpiflow.exec.shadow import Cell, Owner, Shadow, Use
+from mpiflow.exec.shadow import Cell, Clock, Owner, Run, Shadow, Use
 from mpiflow.plan.places import D2H, H2D, PINNED, STAGED, workspace_space
 from mpiflow.plan.records import READ, Task
 from mpiflow.plan.registers import holder
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 POISON = 0xFF
 """The bytes of memory that holds nothing: NaN in every kind of floating-point numbers."""
-Clock = dict[str, int]
+Known = dict[int, Clock]
+"""What is surely done of the runs that are at work, by their identity."""
 Span = tuple[str, int, int]
 """Space, first byte, and byte after the last."""
 _SPACES = {"": "device", PINNED: "pinned"}
@@ -63,9 +65,8 @@ class Hazards:
     def __init__(self) -> None:
         self._shadows: dict[str, Shadow] = {}
         self._lock = threading.Lock()
-        self._run = 0
-        self._clocks: dict[str, list[Clock]] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._run = Run(number=0)
+        self._prepared: dict[FeedLane, Run] = {}
         self._saves = 0
         self._storing: Callable[[], bool] = lambda: False
 
@@ -83,9 +84,23 @@ class Hazards:
     def begin(self, step: Step) -> None:
         """A step begins; all that was done in those before is done."""
         with self._lock:
-            self._run += 1
-            self._clocks = {lane.stream: [] for lane in step.lanes}
-            self._lanes = {lane.stream: lane for lane in step.lanes}
+            feed = step.feed
+            run = self._prepared.pop(feed, Run()) if feed is not None else Run()
+            run.number = self._run.number + 1
+            run.lanes = {lane.stream: lane for lane in step.lanes}
+            run.clocks = {lane.stream: [] for lane in step.lanes} | run.clocks
+            self._run = run
+
+    def prepare(self, feed: FeedLane) -> None:
+        """What feeds a step may begin before it."""
+        with self._lock:
+            self._prepared[feed] = Run({feed.stream: feed}, {feed.stream: []})
+
+    def drop(self, feed: FeedLane) -> None:
+        """That step does not come; what was begun for it is done."""
+        with self._lock:
+            if (run := self._prepared.pop(feed, None)) is not None:
+                run.number = self._run.number
 
     def store(self, arrays: Iterable[np.ndarray], storing: Callable[[], bool]) -> None:
         """From now on, while `storing` says so, these are being written to files."""
@@ -124,6 +139,8 @@ class Hazards:
 
 
 _FILLED: Owner = ("", "values from the host", 0)
+_OF_READS = Run()
+"""Reads belong to no step; the firing of one is known by who waits for it."""
 
 
 class Watched:
@@ -171,14 +188,15 @@ class Watched:
                     if others:
                         return f"fills {_shown(operand.name)} anew, which {_who(others[0])} reads"
                     cell.owner, cell.readers = self._owner(operand.name, step), {}
-                    cell.writer = Use(task, READ, self._item[task.name], 0)
+                    cell.writer = Use(task, READ, self._item[task.name], _OF_READS)
             for array in uses.fresh:
                 array.fill(POISON)
         return ""
 
     def _is_done(self, use: Use) -> bool:
         """Whether a use is over, whoever knows it. Steps drain."""
-        return use.run < self._all._run or self._all._lanes[use.stream].done > use.number
+        over = use.run.number < self._all._run.number
+        return over or use.run.lanes[use.stream].done > use.number
 
     def _uses_of(self, task: Task) -> _Uses:
         source, target = _reach(task)
@@ -232,48 +250,56 @@ class Watched:
     def _start(self, lane: Lane, number: int) -> None:
         """An item is about to start; Finding if it would use what others may still use."""
         with self._all._lock:
-            clock = self._tick(lane, number)
+            run = self._all._run
+            if isinstance(lane, FeedLane) and lane.early:
+                run = self._all._prepared[lane]
+            known = self._tick(lane, number, run)
+            step = self._fired() + (run is not self._all._run)
             for task in lane.items[number].tasks:
-                use = Use(task, lane.stream, number, self._all._run)
+                use = Use(task, lane.stream, number, run)
                 uses = self._uses[task.name]
                 for operand in uses.reads:
-                    self._read(operand, use, clock)
+                    self._read(operand, use, known, step)
                 for operand in uses.writes:
-                    self._write(operand, use, clock)
+                    self._write(operand, use, known, step)
         if not isinstance(lane, DeviceLane):
             for task in lane.items[number].tasks:
                 for array in self._uses[task.name].fresh:
                     array.fill(POISON)
 
-    def _tick(self, lane: Lane, number: int) -> Clock:
+    def _tick(self, lane: Lane, number: int, run: Run) -> Known:
         """What is surely done when an item starts; an item that is done has done this too."""
-        clocks = self._all._clocks
-        own = clocks[lane.stream]
+        own, item = run.clocks[lane.stream], lane.items[number]
         clock = dict(own[-1]) if own else {}
         if isinstance(lane, DeviceLane):
             clock[lane.stream] = number
-        for stream, count in lane.items[number].waits:
-            if stream != READ and count:
-                for other, known in clocks[stream][count - 1].items():
-                    clock[other] = max(clock.get(other, 0), known)
-            clock[stream] = max(clock.get(stream, 0), count)
+        now = self._all._run
+        if run is now:
+            _wait(clock, item.waits, now)
+        else:  # it waits for reads of its own step, and for others in the one at work
+            _wait(clock, [(s, count) for s, count in item.waits if s == READ], run)
         own.append(clock)
-        return clock
+        if run is now:
+            return {id(run): clock}
+        before: Clock = {}
+        _wait(before, [(lane.stream, now.lanes[lane.stream].count), *(item.early or ())], now)
+        return {id(run): clock, id(now): before}
 
-    def _ordered(self, use: Use, after: Use, clock: Clock) -> bool:
+    def _ordered(self, use: Use, known: Known, after: Use) -> bool:
         """Whether a use is surely over when another starts."""
-        if use.run < after.run and use.stream != READ:
+        run = after.run if use.stream == READ else use.run
+        if run.number < self._all._run.number:
             return True
-        same = use.stream == after.stream and use.number == after.number
-        return same or clock.get(use.stream, 0) > use.number
+        same = (use.stream, use.number, use.run) == (after.stream, after.number, after.run)
+        return same or known.get(id(run), {}).get(use.stream, 0) > use.number
 
-    def _read(self, operand: _Operand, use: Use, clock: Clock) -> None:
+    def _read(self, operand: _Operand, use: Use, known: Known, step: int) -> None:
         name = operand.name
-        owner = self._owner(name, self._fired())
+        owner = self._owner(name, step)
         maker = self._makers.get(name)
         if maker is not None and owner[0]:
             made = Use(maker, maker.stream, self._item[maker.name], use.run)
-            if not self._ordered(made, use, clock):
+            if not self._ordered(made, known, use):
                 raise Finding(f"reads {_shown(name)} without waiting for {_who(made)}", use.task)
         for cell in self._all._cells(operand.span):
             if cell.owner is None:
@@ -281,17 +307,17 @@ class Watched:
             if cell.owner != owner and cell.owner is not _FILLED:
                 held = _held(cell, owner)
                 raise Finding(f"reads {_shown(name)}, but its bytes now hold {held}", use.task)
-            if cell.writer is not None and not self._ordered(cell.writer, use, clock):
+            if cell.writer is not None and not self._ordered(cell.writer, known, use):
                 what = f"reads {_shown(name)} without waiting for {_who(cell.writer)}"
                 raise Finding(what, use.task)
             cell.readers[use.stream] = use
 
-    def _write(self, operand: _Operand, use: Use, clock: Clock) -> None:
+    def _write(self, operand: _Operand, use: Use, known: Known, step: int) -> None:
         name = operand.name
         for cell in self._all._cells(operand.span):
             before = [*cell.readers.values(), *([cell.writer] if cell.writer else [])]
             for other in before:
-                if not self._ordered(other, use, clock):
+                if not self._ordered(other, known, use):
                     verb = "writes" if other is cell.writer else _taking(other.task)
                     what = _shown(cell.owner[1] if cell.owner else name)
                     held = "" if what == _shown(name) else f" with {_shown(name)}"
@@ -299,7 +325,16 @@ class Watched:
                     raise Finding(text, use.task)
             if self._all._being_stored(cell):
                 raise Finding(f"overwrites {_shown(name)}, which is still being stored", use.task)
-            cell.owner, cell.writer, cell.readers = self._owner(name, self._fired()), use, {}
+            cell.owner, cell.writer, cell.readers = self._owner(name, step), use, {}
+
+
+def _wait(clock: Clock, waits: Iterable[tuple[str, int]], run: Run) -> None:
+    """Add what is done when so many items of these streams of a run are."""
+    for stream, count in waits:
+        if stream != READ and count:
+            for other, known in run.clocks[stream][count - 1].items():
+                clock[other] = max(clock.get(other, 0), known)
+        clock[stream] = max(clock.get(stream, 0), count)
 
 
 def _after_poison(call: Call, fresh: tuple[np.ndarray, ...]) -> Call:

@@ -2,7 +2,8 @@
 
 Lane             one stream of a step: its items in order, and what each waits for
   ├─ DeviceLane     submits segments to a stream of the device, which does them by itself
-  │    └─ KernelLane   those of compute, whose time is metered
+  │    ├─ KernelLane   those of compute, whose time is metered
+  │    └─ FeedLane     copies of what is read, see `exec.feed`
   ├─ MessageLane    starts collectives, sends and receives, and polls those in flight
   └─ ReadLane       looks how far the reader is, which has a thread of its own
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mpiflow.errors import MpiflowError
 from mpiflow.exec.meter import ITEMS, KERNELS, waited_for
@@ -32,7 +33,9 @@ class Finding(Exception):
 
 
 class Failed(Exception):
-    """A task of the step raised what is the cause of this."""
+    """A task of the step raised what is the cause of this; or one of so many steps `later`."""
+
+    later = 0
 
     def __init__(self, task: Task) -> None:
         super().__init__(task.name)
@@ -132,7 +135,10 @@ class DeviceLane(Lane):
     """
 
     recorder: Recorder | None = None
+    step: int | None = None
+    """The step that is recorded, where it is not the one at work."""
     _stream: Stream
+    _before: int
 
     def __init__(self, stream: str, items: tuple[Item, ...], segments: tuple[Segment, ...]) -> None:
         super().__init__(stream, items)
@@ -157,7 +163,14 @@ class DeviceLane(Lane):
 
     def tasks_done(self) -> int:
         """How many tasks are done; it may be one late."""
+        return self._reached()
+
+    def _reached(self) -> int:
         return self._stream.done - self._before
+
+    def behind(self, count: int) -> tuple[Stream, int]:
+        """Its stream, and how many segments of that are done when so many of its items are."""
+        return self._stream, self._before + count
 
     def _blocked(self, number: int) -> Lane | None:
         for lane, count in self._events[number]:
@@ -168,7 +181,7 @@ class DeviceLane(Lane):
     def has_news(self) -> bool:
         """Whether the first segment in flight is done, or has failed."""
         stream = self._stream
-        return stream.failure is not None or stream.done - self._before > self.done
+        return stream.failure is not None or self._reached() > self.done
 
     def _poll(self) -> None:
         stream = self._stream
@@ -177,19 +190,22 @@ class DeviceLane(Lane):
             if isinstance(error, MpiflowError):
                 raise error
             raise Failed(task) from error
-        self._advance(stream.done - self._before)
+        self._advance(self._reached())
 
     def _advance(self, done: int) -> None:
         """So many segments are done."""
         while self.done < done:
             if self.recorder is not None:
-                self.recorder.ended(self.items[self.done].tasks[0])
+                self.recorder.ended(self.items[self.done].tasks[0], self.step)
             self._finish(self.done)
 
     def _start(self, number: int) -> None:
         if self.recorder is not None:
-            self.recorder.began(self.items[number].tasks[0])
-        after = [(lane._stream, lane._before + count) for lane, count in self._events[number]]
+            self.recorder.began(self.items[number].tasks[0], self.step)
+        self._submit(number, self._events[number])
+
+    def _submit(self, number: int, events: Sequence[tuple[DeviceLane, int]]) -> None:
+        after = [lane.behind(count) for lane, count in events]
         self._stream.submit(self.segments[number], after)
 
 
@@ -225,7 +241,7 @@ class KernelLane(DeviceLane):
 
     def tasks_done(self) -> int:
         """How many kernels are done; it may be one late."""
-        task, done = self._stream.task(), self._stream.done - self._before
+        task, done = self._stream.task(), self._reached()
         before = sum(len(item.tasks) for item in self.items[:done])
         tasks = self.items[done].tasks if done < self.count else ()
         return before + next((i for i, each in enumerate(tasks) if each is task), 0)

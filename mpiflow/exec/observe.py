@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpiflow.exec.bind import Step
+from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.lanes import DeviceLane, KernelLane, MessageLane
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.segments import Segment
@@ -22,12 +23,16 @@ class Observer:
         self._recording = False
         for lane in self._plain:
             lane.seconds = meter.seconds
+        for feed in (step.feed for step in steps):
+            if feed is not None:  # it knows its step itself
+                feed.recorder = recorder
 
     def begin(self, phase: Step, step: int) -> None:
         """A step begins now, in a phase of the slots."""
         self._recording = self.recorder.wants(step)
         for lane in phase.lanes:
-            if isinstance(lane, (MessageLane, DeviceLane)) and not isinstance(lane, KernelLane):
+            own = isinstance(lane, (KernelLane, FeedLane))
+            if isinstance(lane, (MessageLane, DeviceLane)) and not own:
                 lane.recorder = self.recorder if self._recording else None
         for kernels in _kernels(phase):
             kernels.segments = self._segments(kernels)

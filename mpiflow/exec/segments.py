@@ -54,6 +54,10 @@ class Stream(Protocol):
     """The thread that they run on, where it is another."""
 
     @property
+    def submitted(self) -> int:
+        """How many segments it has been given so far."""
+
+    @property
     def done(self) -> int:
         """How many of the segments submitted so far are done; never less than before."""
 
@@ -81,6 +85,11 @@ class InlineStream:
         self.seconds = self.ended = 0.0
         self.thread: int | None = None
         self._running: tuple[Segment, Any] | None = None
+
+    @property
+    def submitted(self) -> int:
+        """As many as are done."""
+        return self.done
 
     def submit(self, segment: Segment, after: Events = ()) -> None:
         """Do it now."""
@@ -140,7 +149,7 @@ class HostStream:
         quiet: Callable[[], AbstractContextManager[Any]],
         wake: Callable[[], None],
     ) -> None:
-        self.done = 0
+        self.done = self.submitted = 0
         self.failure: tuple[Task, BaseException] | None = None
         self.seconds = self.ended = 0.0
         self._quiet, self._wake = quiet, wake
@@ -154,6 +163,7 @@ class HostStream:
 
     def submit(self, segment: Segment, after: Events = ()) -> None:
         """Put it into the inbox."""
+        self.submitted += 1
         self._inbox.put(segment)
 
     def task(self) -> Task | None:

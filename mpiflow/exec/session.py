@@ -16,6 +16,7 @@ from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder, Step
 from mpiflow.exec.device import Cpu, Device
 from mpiflow.exec.engine import Engine
+from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.finite import check_step
 from mpiflow.exec.hazards import Hazards
 from mpiflow.exec.lanes import Failed, Finding
@@ -57,6 +58,11 @@ class _Bound:
     def phase(self) -> Step:
         """The lanes of the next step."""
         return self.steps[self.fired % len(self.steps)]
+
+    @property
+    def feed(self) -> FeedLane | None:
+        """What copies the input of the step after that to a device."""
+        return self.steps[(self.fired + 1) % len(self.steps)].feed
 
 
 def _plain_thread(name: str, function: Callable[[], None]) -> threading.Thread:
@@ -160,7 +166,7 @@ class Session:
             self.arenas,
             self.groups,
             self.direct,
-            lambda micro: self.reads.give_back(reads[0], micro),
+            lambda stream, micro: self.reads.give_back(reads[0], stream, micro),
             polled=self.transport.polled,
         )
         views = [binder.views(phase) for phase in range(binder.phases)]
@@ -241,6 +247,9 @@ class Session:
         """Drop steps that were expected but will not run."""
         bound = self._programs[program]
         if bound.read is not None:
+            if (feed := bound.phase.feed) is not None:
+                self.engine.finish(feed)
+                self._drop(feed)
             self.reads.forget(bound.read)
             bound.fired = bound.read.filled // bound.program.micro_batches
 
@@ -282,17 +291,35 @@ class Session:
         if bound.observer:
             bound.observer.begin(phase, step)
         try:
-            self.engine.run(phase.lanes, program.name, step)
+            self.engine.run(phase.lanes, program.name, step, self._hurried(bound, step))
         except BaseException as error:
             self._end_streams()
             if isinstance(error, Failed):
                 cause = error.__cause__
                 foreseen = isinstance(cause, Finding)
-                raise self._explained(error, program, step) from (None if foreseen else cause)
+                explained = self._explained(error, program, step + error.later)
+                raise explained from (None if foreseen else cause)
             raise
         if bound.observer:
             bound.observer.end()
         bound.fired += 1
+
+    def _hurried(self, bound: _Bound, step: int) -> FeedLane | None:
+        """What feeds the step after this one, as far as it is read, and its slots are free."""
+        feed, read = bound.feed, bound.read
+        if feed is None or read is None:
+            return None
+        stream, firings = self._stream(bound, feed.stream), bound.program.micro_batches
+        feed.hurry(stream, bound.phase.lanes, read, (bound.fired + 1) * firings, step + 1)
+        if self.device.hazards is not None:
+            self.device.hazards.prepare(feed)
+        return feed
+
+    def _drop(self, feed: FeedLane) -> None:
+        """What was begun for a step that does not come."""
+        feed.early = False
+        if self.device.hazards is not None:
+            self.device.hazards.drop(feed)
 
     def _stream(self, bound: _Bound, name: str) -> Stream:
         """Where kernels run; on the host beside a program's messages, if that is of any use."""
@@ -306,6 +333,10 @@ class Session:
         """After a failure nothing that was submitted is done any more; the next step is new."""
         for stream in self._streams.values():
             stream.close()
+        for bound in self._programs.values():
+            for step in bound.steps:
+                if step.feed is not None:
+                    self._drop(step.feed)
         self._inline, self._streams = InlineStream(), {}
 
     def _explained(self, failed: Failed, program: Program, step: int) -> TaskError:

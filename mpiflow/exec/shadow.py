@@ -8,14 +8,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from mpiflow.exec.lanes import Lane
 from mpiflow.plan.records import Task
 
 Owner = tuple[str, str, int]
 """Program, tensor, and step; of a variable its name alone."""
+
+
+Clock = dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A step that is run: by stream its lanes, and what is surely done when each item starts.
+
+    Steps are numbered as they begin; of one that has not begun yet, what feeds it may have.
+    """
+
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    clocks: dict[str, list[Clock]] = field(default_factory=dict)
+    number: float = inf
 
 
 class Use(NamedTuple):
@@ -24,7 +41,7 @@ class Use(NamedTuple):
     task: Task
     stream: str
     number: int
-    run: int
+    run: Run
 
 
 @dataclass(slots=True)

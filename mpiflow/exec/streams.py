@@ -29,7 +29,7 @@ class ReadTask:
 
     It fires once for each of the spans of rows, in turn: one a micro-batch. `slots` holds the
     arrays of firings until they repeat; `ahead` of them may be filled and not given back. `users`
-    says for each of the spans how many streams give back its slot.
+    has for each of the spans the streams that give back its slot.
     """
 
     def __init__(
@@ -39,15 +39,14 @@ class ReadTask:
         spans: list[tuple[int, int]],
         slots: list[dict[str, np.ndarray]],
         ahead: int,
-        users: list[int],
+        users: list[tuple[str, ...]],
         limits: dict[str, tuple[int, list[int]]],
         who: str,
     ) -> None:
         self.tasks, self.name = tasks, folded(tasks[0])
         self.reader, self.spans, self.slots = reader, spans, slots
         self.ahead, self.limits, self.who = ahead, limits, who
-        self.users = users
-        self._given_back = [0] * len(spans)
+        self._given_back = [dict.fromkeys(streams, 0) for streams in users]
         self.steps: deque[range] = deque()
         self.filled = 0
         self.acknowledged = 0
@@ -72,6 +71,8 @@ class ReadTask:
         self.steps.clear()
         self.filled += -self.filled % len(self.spans)
         self.acknowledged = self.filled
+        for counts in self._given_back:
+            counts.update(dict.fromkeys(counts, self.filled // len(self.spans)))
 
     def begin(self) -> None:
         """Take the first of the steps still to be read, if the one before is read."""
@@ -83,13 +84,16 @@ class ReadTask:
         else:
             self.steps.popleft()
 
-    def give_back(self, micro: int) -> None:
-        """One of the streams that use a micro-batch has come to the end of it."""
+    def give_back(self, stream: str, micro: int) -> None:
+        """A stream that uses a micro-batch has come to the end of it; it may be a step ahead."""
         turns = len(self.spans)
-        self._given_back[micro] += 1
-        while self._given_back[self.acknowledged % turns] == self.users[self.acknowledged % turns]:
-            self._given_back[self.acknowledged % turns] = 0
+        self._given_back[micro][stream] += 1
+        while self._least(self.acknowledged % turns) > self.acknowledged // turns:
             self.acknowledged += 1
+
+    def _least(self, micro: int) -> int:
+        """How often all streams have given back a micro-batch."""
+        return min(self._given_back[micro].values())
 
     def fill(self) -> None:
         """Read rows of the step into the next slot, and check the values used as indices."""
@@ -164,10 +168,10 @@ class ReadStream:
             self._changed.wait_for(lambda: not self._busy(task), timeout=60)
             task.forget()
 
-    def give_back(self, task: ReadTask, micro: int) -> None:
-        """A stream of the step no longer needs what was read for a micro-batch of it."""
+    def give_back(self, task: ReadTask, stream: str, micro: int) -> None:
+        """A stream no longer needs what was read for a micro-batch of a step."""
         with self._changed:
-            task.give_back(micro)
+            task.give_back(stream, micro)
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -8,14 +8,14 @@ a rank does. An item waits until other streams have come far enough.
 
 An item may start as soon as the one before it on its stream has started, if they use no memory in
 common; it counts as done once all before it are. What `write` does outlives the step, and is left
-out.
+out. A copy to the device of what is read may begin in the step before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mpiflow.plan.places import FEED, workspace_space
@@ -33,12 +33,18 @@ Place = tuple[str, int]
 class Item:
     """What a stream does in one go. `waits` gives streams, and how many items of each come first.
 
-    `awaited` is whether another stream waits for this item, or the end of the step does.
+    `awaited` is whether another stream waits for this item, or the end of the step does. Of one
+    that may begin in the step before, `early` is what it waits for there; None for all others.
     """
 
     tasks: tuple[Task, ...]
     waits: tuple[tuple[str, int], ...]
     awaited: bool = True
+    early: tuple[tuple[str, int], ...] | None = None
+
+    def waits_only_for(self, *streams: str) -> bool:
+        """Whether it waits for none but these streams of its own step."""
+        return all(stream in streams for stream, _ in self.waits)
 
 
 def items_of(program: Program, tensors: Mapping[str, Register]) -> dict[str, tuple[Item, ...]]:
@@ -51,15 +57,16 @@ def items_of(program: Program, tensors: Mapping[str, Register]) -> dict[str, tup
     place = {t.name: (stream, n) for stream, order in tasks.items() for n, t in enumerate(order)}
     needs = program.needs()
     waits: dict[str, list[Waits]] = {}
+    early: list[Waits] = []
     for stream, order in tasks.items():
         needed = [_needed(needs[task.name], place) for task in order]
         if stream == FEED:
-            _wait_for_slots(needed, order, place, program)
+            early = _wait_for_slots(needed, order, place, program)
         if stream not in (COMPUTE, READ):
             _wait_for_memory(stream, needed, order, tensors)
         waits[stream] = _news(stream, needed)
     segments = _segments(waits)
-    return {
+    items = {
         stream: (
             _computed(order, waits, segments)
             if stream == COMPUTE
@@ -70,6 +77,14 @@ def items_of(program: Program, tensors: Mapping[str, Register]) -> dict[str, tup
         )
         for stream, order in tasks.items()
     }
+    if early:
+        items[FEED] = tuple(
+            replace(item, early=_in_segments(before, segments))
+            if item.waits_only_for(READ, FEED)
+            else item
+            for item, before in zip(items[FEED], early, strict=True)
+        )
+    return items
 
 
 def _needed(names: Sequence[str], place: Mapping[str, tuple[str, int]]) -> Waits:
@@ -102,22 +117,27 @@ def _wait_for_memory(
 
 def _wait_for_slots(
     waits: list[Waits], order: list[Task], place: Mapping[str, tuple[str, int]], program: Program
-) -> None:
+) -> list[Waits]:
     """Let what fills slots of the device anew wait for those who used them in this step.
 
-    Those who fill slots of the host are told by `exec.streams`.
+    Gives what those who used them in the step before are: nobody did where a slot is older. Those
+    who fill slots of the host are told by `exec.streams`.
     """
     registers = {register.name: register for register in program.registers}
     users: dict[str, list[str]] = {}
     for task in program.tasks:
         for name in task.inputs:
             users.setdefault(name, []).append(task.name)
+    early: list[Waits] = []
     for found, task in zip(waits, order, strict=True):
+        early.append({})
         for name in task.outputs:
             before, ago = slot_before(registers[name], program.micro_batches)
-            if not ago and before != name:
+            if ago <= 1 and (ago or before != name):
                 needed = _needed(users.get(before, ()), place)
-                found |= {s: max(n, found.get(s, 0)) for s, n in needed.items()}
+                these = early[-1] if ago else found
+                these |= {s: max(n, these.get(s, 0)) for s, n in needed.items()}
+    return early
 
 
 class _LastUses:

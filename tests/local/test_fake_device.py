@@ -6,11 +6,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from jobs import classifier, compile_for, evaluate, on_ranks, train
+from jobs import classifier, compile_for, evaluate, fed_when_read, on_ranks, train
 
 from mpiflow.errors import TaskError
 from mpiflow.exec import bind
-from mpiflow.plan.places import ROUTES
+from mpiflow.plan.places import FEED, ROUTES
 from mpiflow.plan.unroll import unroll
 
 # pytest-mpi takes a case that is called mpi for the mark.
@@ -95,3 +95,67 @@ def test_each_missing_wait_is_found_and_named(forget, route):
         said = f"reads .* without waiting for .* on {re.escape(other)}\n"
         with pytest.raises(TaskError, match=said):
             on_ranks(plan_for("data=2", route), lambda session: train(session, 1))
+
+
+@pytest.fixture
+def patient():
+    with fed_when_read():
+        yield
+
+
+def fed_in_turn(plan, session):
+    """How many copies for the next step each step begins; the last one knows of none."""
+    bound, found = session._programs["train"], []
+    session.expect("train", range(4))
+    for step in range(4):
+        session.run("train", step)
+        found.append(bound.phase.feed.started)
+    return found
+
+
+@pytest.mark.parametrize(("micro_batches", "early"), [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.usefixtures("patient")
+def test_copies_of_the_next_step_begin_beside_this_one(micro_batches, early):
+    job = replace(classifier(48), micro_batches=micro_batches)
+    plan = compile_for("data=1", job, route="nccl")
+    ((*found, last),) = on_ranks(plan, lambda session: fed_in_turn(plan, session))
+    assert (found, last) == ([early] * 3, 0)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.usefixtures("patient")
+def test_copies_that_begin_before_their_slot_is_free_are_found(monkeypatch, number):
+    plain = bind.items_of
+
+    def hasty(program, tensors):
+        items = plain(program, tensors)
+        if program.name == "train":
+            fed = list(items[FEED])
+            assert fed[number].early
+            fed[number] = replace(fed[number], early=())
+            items[FEED] = tuple(fed)
+        return items
+
+    monkeypatch.setattr(bind, "items_of", hasty)
+    plan = compile_for("data=1", replace(classifier(48), micro_batches=3), route="nccl")
+    with pytest.raises(TaskError, match=r"h2d read train.*overwrites|but its bytes now hold"):
+        on_ranks(plan, lambda session: train(session, 4))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.usefixtures("patient")
+def test_what_was_fed_for_steps_that_do_not_come_is_forgotten(micro_batches):
+    job = replace(classifier(48), micro_batches=micro_batches)
+
+    def work(session):
+        outputs = []
+        for first in (0, 7, 3):
+            session.expect("train", range(first, first + 4))
+            outputs += [session.run("train", first + step) for step in range(2)]
+            outputs += [values for _, values in evaluate(session)]
+            session.forget("train")
+        return outputs
+
+    plans = [compile_for("data=1", job, route=route) for route in ("", "staged", "nccl")]
+    wanted, *found = [on_ranks(plan, work) for plan in plans]
+    assert found == [wanted] * 2

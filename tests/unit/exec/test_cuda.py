@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gpu_jobs import on_gpus
 from gpu_stand_in import StandIn, World
-from jobs import classifier, compile_for, digits
+from jobs import classifier, compile_for, digits, fed_when_read
 
 from mpiflow.errors import LaunchError, PlanError, TaskError
 from mpiflow.exec import cuda
@@ -22,7 +22,7 @@ from mpiflow.exec.device import Wanted, open_device
 from mpiflow.exec.local import run_local
 from mpiflow.exec.segments import Segment
 from mpiflow.exec.transport import Transport
-from mpiflow.plan.places import ACCELERATOR, PINNED
+from mpiflow.plan.places import ACCELERATOR, FEED, PINNED
 from mpiflow.plan.records import Task
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -41,22 +41,40 @@ def calls_of(name):
     """The calls of each rank in its third step, when nothing is new any more."""
 
     def work(session):
-        session.expect("train", range(3))
-        for step in range(2):
+        driver, read = session.device.driver, session._programs["train"].read
+        session.expect("train", range(5))
+        for step in range(3):
+            first = len(driver.calls)
+            while read.filled < min(read.acknowledged + read.ahead, 5 * len(read.spans)):
+                time.sleep(0.001)  # so that the step waits for no file
             session.run("train", step)
-        driver = session.device.driver
-        first = len(driver.calls)
-        read = session._programs["train"].read
-        while read.filled < min(read.acknowledged + read.ahead, 3 * len(read.spans)):
-            time.sleep(0.001)  # so that the step waits for no file
-        session.run("train", 2)
+            if not step:
+                _see_copies_late(driver, session._streams[FEED])
         return driver.calls[first:]
 
-    found = on_gpus(plan_of(name), work, blind=name == STAGES)
+    with fed_when_read():
+        found = on_gpus(plan_of(name), work, blind=name == STAGES)
     lines = []
     for rank, calls in enumerate(found):
         lines += [f"rank {rank}", *(f"    {call}" for call in _by_stream(calls))]
     return "\n".join(lines) + "\n"
+
+
+def _see_copies_late(driver, feed):
+    """What copies for the next step is done when that waits for it, so that these waits show."""
+    wait, record, is_done, awaited = driver.wait, driver.record, driver.is_done, set()
+
+    def waiting(stream, event):
+        awaited.discard(event)
+        wait(stream, event)
+
+    def recording(event, stream):
+        if stream == feed._handle:
+            awaited.add(event)
+        record(event, stream)
+
+    driver.wait, driver.record = waiting, recording
+    driver.is_done = lambda event: event not in awaited and is_done(event)
 
 
 def _by_stream(calls):

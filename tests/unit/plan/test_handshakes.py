@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from jobs import classifier_plan
+from jobs import classifier, classifier_plan, compile_for
 from micro_jobs import masked_plan
 from pipeline_jobs import Case, layers, plan_of
 
 from mpiflow.plan.handshakes import items_of
+from mpiflow.plan.places import FEED, NCCL
 from mpiflow.plan.records import COMPUTE, READ, WRITE
 from mpiflow.plan.unroll import unroll
 
@@ -89,3 +90,19 @@ def test_messages_of_a_stream_that_use_the_same_memory_do_not_overlap():
         if i.tasks[0] is program.tasks[second]
     ]  # fmt: skip
     assert dict(after.waits)[stream] == 1
+
+
+def test_a_copy_of_what_is_read_begins_in_the_step_before_when_its_slot_is_free_there():
+    """With three micro-batches in two slots the third one waits for the first of its own step."""
+    plan = compile_for("data=2", replace(classifier(48), micro_batches=3), route=NCCL)
+    program, tensors = unrolled(plan)
+    items = items_of(program, tensors)
+    assert [item.early is None for item in items[FEED]] == [False, False, True]
+    taken = {r.name.partition("#")[0] for r in program.registers if r.slots == 2} - {""}
+    for number, item in enumerate(items[FEED][:2]):
+        ((stream, count),) = item.early
+        done = [task for each in items[stream][:count] for task in each.tasks]
+        users = [t for t in program.tasks if {f"{n}#{number + 1}" for n in taken} & {*t.inputs}]
+        assert {t.name for t in users if t.stream == COMPUTE} <= {t.name for t in done}
+    alone = items_of(*unrolled(compile_for("data=2", classifier(48), route=NCCL)))
+    assert [item.early for item in alone[FEED]] == [()]
