@@ -30,6 +30,7 @@ from mpiflow.graph.op import REGISTRY
 from mpiflow.graph.sbp import B, Layout, S
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.embedding import EmbeddingGrad
+from mpiflow.ops.gradnorm import SumScalars
 from mpiflow.ops.rows import Lookup, SumRows
 from mpiflow.plan.records import (
     READ,
@@ -101,7 +102,7 @@ class _Lowering:
         self.stage = stage
         self.leaving: dict[tuple[Tensor, int], list[Transfer]] = {}
         for transfer in stage.going:
-            self.leaving.setdefault((transfer.tensor, transfer.loop), []).append(transfer)
+            self.leaving.setdefault((transfer.made_of[-1], transfer.loop), []).append(transfer)
         self.zero = zero
         # A loop over micro-batches uses what was gathered before it, forward and backward.
         self.weights = of_variables(self.graph) if zero > 2 and not timing else set()
@@ -110,12 +111,15 @@ class _Lowering:
         self.build = Builder(mesh, machine, loops=timing.count if timing else 0)
         self.values: dict[tuple[Tensor, int], Register] = {}
         self.old: dict[Tensor, Register] = {}
+        self.sums = {part: transfer.tensor for transfer in stage.coming for part in transfer.parts}
         assigned = list(self.graph.assigns.values())
         self.assigned = {
             value: name for name, value in self.graph.assigns.items() if assigned.count(value) == 1
         }
         self.given = {t for node, _ in placed.nodes for t in node.inputs}
-        self.given.update(self.graph.outputs.values(), (t.tensor for t in stage.going))
+        self.given.update(
+            self.graph.outputs.values(), (t for transfer in stage.going for t in transfer.made_of)
+        )
         self.changing = {
             self.graph.variables[name].tensor: value for name, value in self.graph.assigns.items()
         }
@@ -159,7 +163,23 @@ class _Lowering:
     def _send(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
             tensor = transfer.tensor
+            if transfer.parts:
+                self._add_up(tensor, transfer.parts)
             self.build.send(transfer, self._result(tensor, transfer.layout), tensor.where)
+
+    def _add_up(self, total: Tensor, parts: Iterable[Tensor]) -> None:
+        """Make the sum of scalars of one layout."""
+        taken = [self.values[part, 0] for part in parts]
+        made = self.build.register(total.name, (), total.dtype, taken[0].layout)
+        self.build.compute(total.name, SumScalars(), taken, [made], total.where)
+        self.values[total, 0] = made
+
+    def _taken(self, node: Node, choice: Choice) -> list[tuple[Tensor, Layout]]:
+        """What a node takes: for the parts of a sum that another stage sends, the sum."""
+        taken = list(zip(node.inputs, choice.inputs, strict=True))
+        if self.sums.keys().isdisjoint(node.inputs):
+            return taken
+        return list({self.sums.get(tensor, tensor): layout for tensor, layout in taken}.items())
 
     def _loops(self, node: Node) -> tuple[int, ...]:
         """The loops in which a node fires; (0,) if it fires once."""
@@ -251,7 +271,7 @@ class _Lowering:
     def _node(self, node: Node, choice: Choice) -> None:
         inputs = [
             self._value(tensor, layout, node.where, backward=is_backward(node))
-            for tensor, layout in zip(node.inputs, choice.inputs, strict=True)
+            for tensor, layout in self._taken(node, choice)
         ]
         outputs: list[Register] = []
         layouts = (*choice.inputs, *choice.outputs)

@@ -68,7 +68,7 @@ class Step:
         """Of the whole step, without the turns of nodes that only other stages need."""
         if self.timing is None or self.stages is None:
             return self.timing
-        going = [(m.tensor, m.loop) for m in self.messages if m.source == stage]
+        going = [(t, m.loop) for m in self.messages if m.source == stage for t in m.made_of]
         kept = [(t, 0) for t in (*placed.graph.outputs.values(), *placed.graph.assigns.values())]
         return self.timing.needed([node for node, _ in placed.nodes], [*kept, *going])
 

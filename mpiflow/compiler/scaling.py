@@ -8,7 +8,8 @@ from dataclasses import replace
 from mpiflow.graph.graph import Graph, Variable
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import apply
-from mpiflow.ops.elementwise import add, multiply
+from mpiflow.ops.elementwise import multiply
+from mpiflow.ops.gradnorm import SumScalars
 from mpiflow.ops.random import Fill, fill
 from mpiflow.ops.rowupdate import RowUpdate
 from mpiflow.ops.scaling import CountNonFinite, NextLossScale
@@ -46,9 +47,7 @@ class LossScale:
                 apply(CountNonFinite(), g.values if isinstance(g, Rows) else g)
                 for g in gradients.values()
             ]
-            bad = counts[0]
-            for count in counts[1:]:
-                bad = add(bad, count)
+            bad = apply(SumScalars(), *counts)
             self.fine = equal(bad, fill((), 0.0))
             scale, good = self.graph.add(
                 NextLossScale(_INTERVAL, _MOST), bad, self.scale, self.good

@@ -27,6 +27,7 @@ from mpiflow.compiler.signature import Placed
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.tensor import Tensor
+from mpiflow.ops.gradnorm import SumScalars
 
 Chunks = tuple[int, ...]
 
@@ -285,7 +286,9 @@ class _Spread:
     def _follow(self, nodes: list[Node]) -> set[Node]:
         """Place what has somebody to follow: what it differentiates, its variable, its inputs.
 
-        A scalar is made where the last of those that it is made from is.
+        A scalar is made where the last of those that it is made from is, but for a sum of some:
+        the backward pass comes to the first stage last, so there it is known at once. What is made
+        of one scalar alone is made wherever it is needed: only that one is sent.
         """
         led = set()
         for node in nodes:
@@ -297,6 +300,10 @@ class _Spread:
                 found = self.chunks[origin]
             elif variables or arrays:
                 found = (variables or arrays)[-1]
+            elif known and isinstance(node.op, SumScalars):
+                found = {min(min(where) for _, where in known)}
+            elif len(known) == 1:
+                continue
             else:
                 found = {max(where) for _, where in known[-1:]}
             self.chunks[node] = set(found)

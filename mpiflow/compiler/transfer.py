@@ -12,7 +12,7 @@ the layout for which the message and the conversions behind it take the least; s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
 from typing import Any
@@ -23,6 +23,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.signature import Placed
 from mpiflow.compiler.stages import Stages
+from mpiflow.compiler.wanted import Wanted, all_wanted
 from mpiflow.graph.graph import Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, Layout, Partial, S, Sbp, layout_text
@@ -40,7 +41,8 @@ class Transfer:
     `phase`. Messages of one `lane` are sent and received in the same order; each piece of the model
     has a lane forward and one backward. `nbytes` are the most that a rank sends, or receives. It
     leaves in a `layout` and is `received` in the same one, unless the `meshes` of the two stages,
-    empty where they are the same, differ.
+    empty where they are the same, differ. If there are `parts`, it is their sum, of which no node
+    knows.
     """
 
     message: int
@@ -55,6 +57,12 @@ class Transfer:
     phase: int
     nbytes: int
     seconds: float
+    parts: tuple[Tensor, ...] = ()
+
+    @property
+    def made_of(self) -> tuple[Tensor, ...]:
+        """What has to be there for it to leave, in the order in which it is made."""
+        return self.parts or (self.tensor,)
 
     def attributes(self, kind: str) -> dict[str, Any]:
         """Those of the task that sends it, or receives it."""
@@ -64,18 +72,6 @@ class Transfer:
             return found
         layout = layout_text(self.received if sends else self.layout)
         return {**found, "mesh": self.meshes[sends], "layout": layout}
-
-
-@dataclass
-class _Wanted:
-    """A tensor that a stage needs of another, in some layouts."""
-
-    tensor: Tensor
-    source: int
-    target: int
-    lane: str
-    loop: int
-    layouts: dict[Layout, None] = field(default_factory=dict)
 
 
 def transfers(
@@ -89,19 +85,17 @@ def transfers(
 
     `placed` is the graph with the layouts of each stage.
     """
-    index = {node: i for i, (node, _) in enumerate(placed[0].nodes)}
-    finder = _Finder(placed, stages, timing)
-    found = finder.find()
-    found.sort(key=lambda wanted: index[node] if (node := wanted.tensor.node) else -1)
     made = []
-    for message, wanted in enumerate(found):
-        way = _way(wanted, finder.layouts[wanted.source][wanted.tensor], timing, whole, machine)
+    for message, wanted in enumerate(all_wanted(placed, stages, timing)):
+        way = _way(wanted, timing, whole, machine)
+        phase = 0
+        if timing and not wanted.loop:
+            phase = 2 * max(timing.before[tensor] for tensor in wanted.made_of)
         made.append(
             Transfer(
                 message, wanted.tensor, way.layout, way.received, way.meshes, wanted.source,
-                wanted.target, wanted.lane, wanted.loop,
-                2 * timing.before[wanted.tensor] if timing and not wanted.loop else 0,
-                way.nbytes, message_seconds(machine, way.nbytes, whole, way.pieces),
+                wanted.target, wanted.lane, wanted.loop, phase,
+                way.nbytes, message_seconds(machine, way.nbytes, whole, way.pieces), wanted.parts,
             )
         )  # fmt: skip
     return tuple(made)
@@ -118,17 +112,15 @@ class _Way:
     pieces: int = 1
 
 
-def _way(
-    wanted: _Wanted, given: Layout, timing: Timing | None, whole: Mesh, machine: Machine
-) -> _Way:
-    """The best one of a tensor that is made in the layout `given`."""
+def _way(wanted: Wanted, timing: Timing | None, whole: Mesh, machine: Machine) -> _Way:
+    """The best one."""
     inside = [whole.within_stage(stage) for stage in (wanted.source, wanted.target)]
     here, there = (mesh.in_time(timing.micro_batches if timing else 1) for mesh in inside)
     tensor = wanted.tensor
     if here == there:
-        layout = _best_layout(wanted, given, here, whole, machine)
+        layout = _best_layout(wanted, here, whole, machine)
         return _Way(layout, layout, (), _bytes(tensor, layout, here))
-    layout = _summed(wanted, given, here, machine)
+    layout = _summed(wanted, here, machine)
     received = _best_received(wanted, layout, here, there, whole, machine)
     pieces = pieces_between(tensor.shape, layout, here, received, there)
     return _Way(
@@ -168,81 +160,9 @@ def in_lanes(
     )
 
 
-def _layouts(placed: Placed) -> dict[Tensor, Layout]:
-    """The layout in which each tensor is made."""
-    layouts = dict(placed.sources)
-    for node, choice in placed.nodes:
-        layouts.update(zip(node.outputs, choice.outputs, strict=True))
-    return layouts
-
-
-class _Finder:
-    """Collects what stages need of one another."""
-
-    def __init__(self, placed: tuple[Placed, ...], stages: Stages, timing: Timing | None) -> None:
-        self.placed, self.stages, self.timing = placed, stages, timing
-        self.graph = placed[0].graph
-        made = {id(one): _layouts(one) for one in placed}
-        self.layouts = [made[id(one)] for one in placed]
-        self.found: dict[tuple[Tensor, int, int], _Wanted] = {}
-
-    def find(self) -> list[_Wanted]:
-        choices = [dict(placed.nodes) for placed in self.placed]
-        for node, _ in self.placed[0].nodes:
-            for chunk in self.stages.nodes[node]:
-                choice = choices[self.stages.stage(chunk)][node]
-                for tensor, layout in zip(node.inputs, choice.inputs, strict=True):
-                    for loop in (self.timing.loops[node] if self.timing else ()) or (0,):
-                        self._want(tensor, layout, chunk, loop)
-        everywhere = (B,) * len(next(iter(self.layouts[0].values())))
-        for tensor in self.graph.outputs.values():
-            for stage in range(self.stages.stages):
-                if not tensor.shape:
-                    self._want(tensor, everywhere, stage, 0)
-        for name, value in self.graph.assigns.items():
-            variable = self.graph.variables[name].tensor
-            for chunk in self.stages.variables[variable]:
-                self._want(value, self.layouts[self.stages.stage(chunk)][variable], chunk, 0)
-        return list(self._needed())
-
-    def _want(self, tensor: Tensor, layout: Layout, chunk: int, loop: int) -> None:
-        """Note that a chunk needs a tensor, unless its stage has it."""
-        chunks, target = self.stages.of(tensor), self.stages.stage(chunk)
-        held = [self.stages.stage(c) for c in chunks]
-        if not chunks or target in held:
-            return
-        nearest = max((c for c in chunks if c <= chunk), default=min(chunks))
-        made = self.layouts[self.stages.stage(nearest)][tensor]
-        once = self.timing is None or made[0] == B or layout[0] == B
-        key = tensor, target, 0 if once else loop
-        wanted = self.found.setdefault(
-            key,
-            _Wanted(
-                tensor, self.stages.stage(nearest), target, self._lane(tensor, nearest, key[2]),
-                key[2],
-            ),
-        )  # fmt: skip
-        wanted.layouts[layout] = None
-
-    def _lane(self, tensor: Tensor, chunk: int, loop: int) -> str:
-        backward = tensor.node in self.graph.origins
-        return f"{'backward' if backward else 'forward'}{chunk}" if loop else "step"
-
-    def _needed(self) -> list[_Wanted]:
-        """Without what a stage can add up, or collect, from what it gets in the loop anyway."""
-        kept = []
-        for (tensor, target, loop), wanted in self.found.items():
-            made = self.timing.made.get(tensor, 0) if self.timing and not loop else 0
-            if not made or (tensor, target, made) not in self.found:
-                kept.append(wanted)
-        return kept
-
-
-def _best_layout(
-    wanted: _Wanted, given: Layout, mesh: Mesh, whole: Mesh, machine: Machine
-) -> Layout:
+def _best_layout(wanted: Wanted, mesh: Mesh, whole: Mesh, machine: Machine) -> Layout:
     """The layout on the way between stages of equal ranks."""
-    tensor = wanted.tensor
+    tensor, given = wanted.tensor, wanted.given
     used = _used(tensor, (given, *wanted.layouts), mesh)
     best, least = given, inf
     for layout in _legal(wanted, given, used, mesh):
@@ -254,9 +174,9 @@ def _best_layout(
     return best
 
 
-def _summed(wanted: _Wanted, given: Layout, mesh: Mesh, machine: Machine) -> Layout:
-    """The layout `given`, or the nearest one that is no partial value on any axis of ranks."""
-    tensor = wanted.tensor
+def _summed(wanted: Wanted, mesh: Mesh, machine: Machine) -> Layout:
+    """The layout that is `given`, or the nearest that is no partial value on any axis of ranks."""
+    tensor, given = wanted.tensor, wanted.given
     legal = list(_legal(wanted, given, _whole(_used(tensor, (given,), mesh)), mesh))
     if given in legal:
         return given
@@ -264,7 +184,7 @@ def _summed(wanted: _Wanted, given: Layout, mesh: Mesh, machine: Machine) -> Lay
 
 
 def _best_received(
-    wanted: _Wanted, sent: Layout, here: Mesh, there: Mesh, whole: Mesh, machine: Machine
+    wanted: Wanted, sent: Layout, here: Mesh, there: Mesh, whole: Mesh, machine: Machine
 ) -> Layout:
     """The layout in which a stage of other ranks receives what is `sent`."""
     tensor = wanted.tensor
@@ -293,7 +213,7 @@ def _whole(used: Iterable[Sbp]) -> set[Sbp]:
     return {sbp for sbp in used if not isinstance(sbp, Partial)}
 
 
-def _legal(wanted: _Wanted, given: Layout, used: set[Sbp], mesh: Mesh) -> Iterator[Layout]:
+def _legal(wanted: Wanted, given: Layout, used: set[Sbp], mesh: Mesh) -> Iterator[Layout]:
     """The layouts on the way: in time that of the message, B, any S or what is used on others."""
     tensor = wanted.tensor
     splits = [S(dim) for dim in range(len(tensor.shape))]

@@ -53,13 +53,16 @@ class SumOfSquares(Op):
 
 @op
 class SumScalars(ScalarOp):
-    """The sum of any number of float64 scalars; partial ones give a partial sum."""
+    """The sum of any number of scalars of one dtype; partial ones give a partial sum."""
 
     def groups(self, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         return (tuple(range(len(dtypes))),)
 
     def dtypes(self, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-        return _float64(self, dtypes)
+        require_float(self, dtypes)
+        if len(set(dtypes)) > 1:
+            raise GraphError(f"{self.name}: scalars of {', '.join(dtypes)}; cast them to one dtype")
+        return dtypes[:1]
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return 0

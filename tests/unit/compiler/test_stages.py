@@ -378,3 +378,24 @@ def test_messages_that_are_used_in_different_segments_have_lanes_of_their_own():
     assert {t.stream.partition(".0.")[2] for t in second.tasks if t.kind == RECEIVE} == {
         t.stream.partition(".1.")[2] for t in first.tasks if t.kind == SEND
     }
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_of_what_makes_up_a_sum_of_all_stages_each_sends_one_scalar(precision):
+    """The norm of all gradients and the count of what is not finite in them.
+
+    The first stage, to which the backward pass comes last, adds them up. The last one has a single
+    layer, whose scalar is sent as it is.
+    """
+    made = replace(job(layers(8), precision=precision), optimizer=mf.SGD(lr=0.1, clip=1.0))
+    plan = compile_for("stage=4,data=2", made)
+    sent = messages(plan)
+    for scope in ("update", "loss_scale")[: 1 + (precision == "float16")]:
+        mine = [[to for to, what in sent[stage] if f"{scope}/" in what and "where" not in what]
+                for stage in range(4)]  # fmt: skip
+        assert mine == [[1, 2, 3], [0], [0], [0]]
+        sums = [t for p in plan.programs for t in p.tasks
+                if t.op == "SumScalars" and t.name.startswith(scope)]  # fmt: skip
+        total = next(t for t in sums if t.name == f"{scope}/sum_scalars")
+        assert sum(len(t.inputs) for t in sums) == 8 + len(sums) - 1
+        assert sum("<stage" in name for name in total.inputs) == 3
