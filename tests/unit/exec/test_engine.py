@@ -143,6 +143,29 @@ def test_waiting_for_a_kernel_costs_next_to_no_time_of_the_processor(engine, str
     assert time.thread_time() - before < 0.02
 
 
+@pytest.mark.parametrize("predicted", [100.0, 0.0])
+def test_a_long_message_is_moved_on_without_sleep(engine, monkeypatch, predicted):
+    began, sleeps, wait = time.perf_counter(), [], Bell.wait
+
+    class Long:
+        def start(self):
+            """Nothing is to be done."""
+
+        def test(self):
+            return bool(sleeps) or time.perf_counter() > began + 0.02
+
+    def noted(bell, seconds):
+        sleeps.append(seconds)
+        return wait(bell, seconds)
+
+    monkeypatch.setattr(Bell, "wait", noted)
+    task = Task("send", COMPUTE, COMM, "all_reduce", seconds=predicted)
+    lane = MessageLane(COMM, (Item((task,), ()),), (Long(),), ((),), polled=True)
+    lane.tie({COMM: lane})
+    engine.run([lane], "train", 0)
+    assert bool(sleeps) == (not predicted)
+
+
 def test_a_sleep_ends_in_time_though_signals_interrupt_it():
     """Some come just as it is over, when what is left of the time to sleep is less than nothing."""
     bell, end = Bell(), time.monotonic() + 5.0
