@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpiflow.compiler.cost import collective_seconds
+from mpiflow.compiler.late import awaiting, put_off
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.order import in_order, needs_in_order, pulled
 from mpiflow.compiler.pace import of_variables
@@ -45,6 +46,8 @@ def bucket(
 ) -> Program:
     """Fuse reductions that can wait for one another, then gathers of weights, before and after."""
     kept = {variable.name: variable for variable in variables}
+    program = put_off(program)
+    program = _Fusing(program, mesh, machine, kept).put_off()
     program = _Fusing(_in_place(program), mesh, machine, kept).reductions()
     program = _Fusing(program, mesh, machine, kept).weights()
     return _Fusing(program, mesh, machine, kept).updates()
@@ -81,6 +84,19 @@ class _Fusing:
         }
         self.program = self._second_late()
         return in_order(self._fused(self._buckets(_REDUCTIONS)))
+
+    def put_off(self) -> Program:
+        """What is gathered for kernels that come last alone."""
+        late = awaiting(self.program)
+        taken = {n for t in self.program.tasks if t.name not in late for n in t.inputs}
+        taken.update(output.register for output in self.program.outputs)
+        self.candidates = {
+            t.name: t
+            for t in self.program.tasks
+            if t.op == "all_gather" and taken.isdisjoint(t.outputs)
+            and not self.variables.keys() & {*t.inputs, *t.outputs}
+        }  # fmt: skip
+        return in_order(self._fused(self._buckets({"all_gather": "late"})))
 
     def weights(self) -> Program:
         """What is gathered of variables alone, where it is used and where it is used again."""
