@@ -6,8 +6,8 @@
 BENCH_SUITE has the suite's `common.py` and `torch_peer.py`; `peer.py` beside this file is mpiflow's
 side. Both sides, on one rank and on two, are started once. Then they take turns of one step or
 more, while the others sleep, so that a slow spell of the machine falls on all of them alike. Every
-rank has one core and one thread. Prints the table of medians; a ratio above 1 says that mpiflow
-takes longer.
+rank has one core and one thread. Prints tables of medians: mpiflow beside PyTorch, and the
+efficiency of two ranks, with what it would be if messages were free.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ CASES = {  # workload: the variants of mpiflow, and those of PyTorch
 }
 ASKED = {"W1": 0.85, "W2": 0.92, "W3": 0.92, "W4": 0.85}
 """The efficiency of two ranks that is asked for."""
+SHARED = {"W1": "batch", "W2": "batch", "W3": "batch", "W4": "classes"}
+"""What two ranks share. Two jobs of one rank, each with half of it, at once: as if messages and
+waits cost nothing, on a machine whose cores share memory."""
+HALVES = "halves"
 
 
 # ---------------------------------------------------------------- inside a side: one step a turn
@@ -76,6 +80,9 @@ def side(script: str) -> None:
     import common
 
     common.measure = take_turns
+    if shared := os.environ.get("BENCH_SHARED"):
+        sizes = getattr(common, sys.argv[sys.argv.index("--workload") + 1])
+        sizes[shared] //= 2
     code = compile(Path(script).read_text(), script, "exec")
     exec(code, {"__name__": "__main__", "__file__": script})
 
@@ -83,19 +90,38 @@ def side(script: str) -> None:
 # ---------------------------------------------------------------- the conductor
 @dataclass
 class Side:
-    """Some ranks that train a workload; `steps` has (wall seconds, CPU seconds) of the slowest."""
+    """Some ranks that train a workload; `steps` has (wall seconds, CPU seconds) of the slowest.
+
+    Those of `shared` are jobs by themselves, each with its part of what is so called.
+    """
 
     peer: str
     variant: str
     ranks: int
-    process: Any = None
+    shared: str = ""
+    processes: list[Any] = field(default_factory=list)
     lines: list[Any] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return f"{self.peer} {self.variant} {self.ranks}"
+        return f"{self.peer} {self.variant} {self.ranks} {self.shared}"
+
+    def start(self, workload: str, address: str) -> None:
+        """Start the ranks, or the jobs of one rank, each on a core of its own."""
+        script = HERE.with_name("peer.py")
+        if self.peer == THEIRS:
+            script = Path(os.environ["BENCH_SUITE"]).resolve() / "torch_peer.py"
+        ranks = 1 if self.shared else self.ranks
+        command = [sys.executable, str(HERE), "--workload", workload, "--ranks", str(ranks),
+                   "--variant", self.variant]  # fmt: skip
+        for core in sorted(os.sched_getaffinity(0))[: self.ranks // ranks]:
+            environment = {**os.environ, "BENCH_TURNS": address, "BENCH_SIDE": self.name,
+                           "BENCH_SCRIPT": str(script), "BENCH_CORE": str(core),
+                           "BENCH_SHARED": self.shared}  # fmt: skip
+            started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+            self.processes.append(started)
 
     def turn(self, steps: int) -> float:
         """So many steps; gives the seconds of one."""
@@ -116,15 +142,7 @@ def started(workload: str, sides: list[Side], folder: str) -> None:
         server.bind(address)
         server.listen()
         for one in sides:
-            script = HERE.with_name("peer.py")
-            if one.peer == THEIRS:
-                script = Path(os.environ["BENCH_SUITE"]).resolve() / "torch_peer.py"
-            command = [sys.executable, str(HERE), "--workload", workload, "--ranks",
-                       str(one.ranks), "--variant", one.variant]  # fmt: skip
-            first = min(os.sched_getaffinity(0))
-            environment = {**os.environ, "BENCH_TURNS": address, "BENCH_SIDE": one.name,
-                           "BENCH_SCRIPT": str(script), "BENCH_CORE": str(first)}  # fmt: skip
-            one.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+            one.start(workload, address)
         by_name = {one.name: one for one in sides}
         for _ in range(sum(one.ranks for one in sides)):
             talk = server.accept()[0].makefile("rw")
@@ -148,15 +166,18 @@ def rounds(sides: list[Side], seconds: float) -> None:
             counts[number] += 1
 
 
-def measured(workload: str, seconds: float) -> dict[str, Any]:
+def measured(workload: str, seconds: float, peers: list[str]) -> dict[str, Any]:
     """The steps of every side of a workload."""
     ours, theirs = CASES[workload]
     sides = [
         Side(peer, variant, ranks)
         for peer, variants in ((OURS, ours), (THEIRS, theirs))
+        if peer in peers
         for variant in variants
         for ranks in ((1,) if workload == "W7" else (1, 2))
     ]
+    if workload in SHARED:
+        sides.append(Side(OURS, ours[0], 2, SHARED[workload]))
     try:
         with tempfile.TemporaryDirectory() as folder:
             started(workload, sides, folder)
@@ -165,82 +186,111 @@ def measured(workload: str, seconds: float) -> dict[str, Any]:
                 for line in one.lines:
                     line.write("0\n")
                     line.flush()
-                one.process.wait(30)
+                for process in one.processes:
+                    process.wait(30)
     finally:
         for one in sides:
-            if one.process is not None:
-                one.process.kill()
+            for process in one.processes:
+                process.kill()
     return {
         "workload": workload,
         "sides": [
-            {"peer": s.peer, "variant": s.variant, "ranks": s.ranks, "losses": s.losses,
-             "steps": s.steps} for s in sides
+            {"peer": s.peer, "variant": HALVES if s.shared else s.variant, "ranks": s.ranks,
+             "losses": s.losses, "steps": s.steps} for s in sides
         ],
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------- the table
-def table(runs: list[dict[str, Any]]) -> str:
-    """Medians of all steps of all runs of a workload, and the ratios of mpiflow to PyTorch."""
-    found: dict[tuple[str, str, str, int], list[Any]] = {}
-    losses = {}
+# ---------------------------------------------------------------- the tables
+Key = tuple[str, str, str, int]
+"""Workload, peer, variant, ranks."""
+
+
+@dataclass
+class Found:
+    """All steps of a side in several runs, and the first losses."""
+
+    losses: list[float]
+    steps: list[tuple[float, float]] = field(default_factory=list)
+
+    def milliseconds(self, clock: int = 0) -> float:
+        """The median of the steps: of wall time, or of CPU time."""
+        return 1e3 * statistics.median(step[clock] for step in self.steps)
+
+
+def tables(runs: list[dict[str, Any]]) -> str:
+    """Medians of all steps of all runs: mpiflow beside PyTorch, and two ranks beside one."""
+    found: dict[Key, Found] = {}
     for run in runs:
         for s in run["sides"]:
             key = run["workload"], s["peer"], s["variant"], s["ranks"]
-            found.setdefault(key, []).extend(s["steps"])
-            losses[key] = s["losses"]
-    lines = [
-        "| workload | PyTorch's variant | ranks | steps | mpiflow ms | PyTorch ms | ratio"
-        " | CPU ms | PyTorch's | ratio | efficiency (asked) | PyTorch's | losses differ by |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (workload, peer, variant, ranks), steps in sorted(found.items()):
-        if peer == OURS:
+            found.setdefault(key, Found(s["losses"])).steps.extend(s["steps"])
+    return f"{against_peers(found)}\n\n{efficiencies(found)}"
+
+
+def against_peers(found: dict[Key, Found]) -> str:
+    """Each side of PyTorch with mpiflow's; a ratio above 1 says that mpiflow takes longer."""
+    rows = [["workload", "PyTorch's variant", "ranks", "steps", "mpiflow ms", "PyTorch ms", "ratio",
+             "CPU ms", "PyTorch's", "ratio", "losses differ by"]]  # fmt: skip
+    for (workload, peer, variant, ranks), theirs in sorted(found.items()):
+        own = variant if (workload, OURS, variant, ranks) in found else CASES[workload][0][0]
+        if peer == OURS or (workload, OURS, own, ranks) not in found:
             continue
-        ours = variant if (workload, OURS, variant, ranks) in found else CASES[workload][0][0]
-        mine = found[workload, OURS, ours, ranks]
-        cells = [workload, variant, ranks, f"{len(mine)} / {len(steps)}"]
-        for i in (0, 1):
-            a, b = (statistics.median(step[i] for step in of) for of in (mine, steps))
-            cells += [
-                f"{a * 1e3:.1f}",
-                f"{b * 1e3:.1f}",
-                f"**{a / b:.2f}**" if not i else f"{a / b:.2f}",
-            ]
-        for who, name in ((OURS, ours), (THEIRS, variant)):
-            cells.append(_efficiency(found, workload, who, name) if ranks == 2 else "")
-        if ranks == 2 and workload in ASKED:
-            cells[-2] += f" ({ASKED[workload]})"
-        both = losses[workload, OURS, ours, ranks], losses[workload, peer, variant, ranks]
-        gap = max(abs(a - b) / abs(b) for a, b in zip(*both, strict=True))
-        cells.append(f"{gap:.0e}")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        mine = found[workload, OURS, own, ranks]
+        cells = [workload, variant, str(ranks), f"{len(mine.steps)} / {len(theirs.steps)}"]
+        for clock, shown in enumerate(("**{:.2f}**", "{:.2f}")):
+            a, b = mine.milliseconds(clock), theirs.milliseconds(clock)
+            cells += [f"{a:.1f}", f"{b:.1f}", shown.format(a / b)]
+        gap = max(abs(a - b) / abs(b) for a, b in zip(mine.losses, theirs.losses, strict=True))
+        rows.append([*cells, f"{gap:.0e}"])
+    return _drawn(rows)
 
 
-def _efficiency(found: dict[Any, list[Any]], workload: str, peer: str, variant: str) -> str:
-    """Half of the step on one rank over the step on two."""
-    one, two = (statistics.median(s[0] for s in found[workload, peer, variant, n]) for n in (1, 2))
-    return f"{one / 2 / two:.2f}"
+def efficiencies(found: dict[Key, Found]) -> str:
+    """Half of the step on one rank over the step on two.
+
+    And over the step of two jobs of one rank, each with half of the work: were messages free.
+    """
+    rows = [["workload", "who", "1 rank ms", "2 ranks ms", "two halves ms", "efficiency",
+             "of two halves", "asked"]]  # fmt: skip
+    for (workload, peer, variant, ranks), alone in sorted(found.items()):
+        if ranks > 1 or (workload, peer, variant, 2) not in found:
+            continue
+        times = [alone.milliseconds(), found[workload, peer, variant, 2].milliseconds()]
+        halves = found.get((workload, peer, HALVES, 2))
+        times += [halves.milliseconds()] if halves else []
+        shares = [f"{times[0] / 2 / time:.2f}" for time in times[1:]]
+        rest = [""] * (3 - len(times))
+        asked = str(ASKED.get(workload, "")) if peer == OURS else ""
+        rows.append([workload, f"{peer} {variant}", *(f"{time:.1f}" for time in times), *rest,
+                     *shares, *rest, asked])  # fmt: skip
+    return _drawn(rows)
+
+
+def _drawn(rows: list[list[str]]) -> str:
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("workloads", nargs="*", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=8, help="of turns, for each workload")
+    parser.add_argument("--only", nargs=1, choices=(OURS, THEIRS), default=[OURS, THEIRS],
+                        help="measure this side alone")  # fmt: skip
     parser.add_argument("--add", default=os.devnull, help="a file that gets a line a workload")
     parser.add_argument("--table", metavar="FILE", help="only print the table of such a file")
     given = parser.parse_args()
     if given.table:
-        print(table([json.loads(line) for line in Path(given.table).read_text().splitlines()]))
+        print(tables([json.loads(line) for line in Path(given.table).read_text().splitlines()]))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sides end too
     made = []
     for workload in given.workloads or CASES:
-        made.append(measured(workload, given.seconds))
+        made.append(measured(workload, given.seconds, given.only))
         with open(given.add, "a") as file:
             file.write(json.dumps(made[-1]) + "\n")
-    print(table(made))
+    print(tables(made))
 
 
 if __name__ == "__main__":
