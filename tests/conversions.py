@@ -18,6 +18,7 @@ from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder
 from mpiflow.exec.device import Cpu
 from mpiflow.exec.engine import Engine
+from mpiflow.exec.local import run_local
 from mpiflow.exec.segments import InlineStream
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, P, Partial, S, layout_text
@@ -148,3 +149,22 @@ def check(case, whole, results):
         np.testing.assert_allclose(joined, whole, rtol=1e-12, atol=1e-12, err_msg=what)
     sent = max(nbytes for _, nbytes in results)
     assert sent == bytes_sent(case.plan, case.plan.program("evaluate")), layout_text(case.source)
+
+
+def check_groups(groups, shape, dtype, mesh):
+    """Convert each source to its targets, on a thread for each rank."""
+    whole = np.random.default_rng(len(groups)).integers(-50, 50, shape).astype(dtype)
+    cases = cases_of(groups, whole, mesh)
+
+    def work(transport):
+        communicators = groups_of(transport, cases)
+        return [execute(transport, communicators, case) for case in cases]
+
+    results = run_local(mesh.size, work)
+    for i, case in enumerate(cases):
+        check(case, whole, [found[i] for found in results])
+
+
+def check_all(found, shape, dtype, mesh):
+    """Every pair of these layouts, each in a plan of its own."""
+    check_groups([(a, [b]) for a, b in product(found, found)], shape, dtype, mesh)

@@ -259,3 +259,11 @@ def with_program(plan, name, change):
     """The plan with one program replaced by what `change` makes of it."""
     programs = [change(p) if p.name == name else p for p in plan.programs]
     return replace(plan, programs=tuple(programs))
+
+
+PLANS = {
+    "digits on 2": lambda: digits_plan("data=2"),
+    "model=3": lambda: classifier_plan("model=3", 130),
+    "data=2,model=2": lambda: classifier_plan("data=2,model=2"),
+}
+"""What makes whole plans, by what they are called."""

@@ -56,12 +56,6 @@ def test_every_signature_joins_to_the_whole(name):
 
 
 @every_op
-def test_every_pair_of_signatures_nested_on_two_axes_joins_to_the_whole(name):
-    for op, arrays in EXAMPLES[name]:  # a pair of equal ones divides among six
-        testing.check_signatures(op, arrays, (2, 3))
-
-
-@every_op
 def test_no_shard_costs_more_than_the_whole(name):
     for op, arrays in EXAMPLES[name]:
         testing.check_shard_costs(op, arrays)

@@ -1,14 +1,44 @@
 """Simulations that fold nothing: every firing by itself, or every rank by itself."""
 
 from collections import defaultdict
+from dataclasses import replace
+from functools import cache
 
+from jobs import classifier, compile_for
 from together import joined
 
+import mpiflow as mf
+from mpiflow.compiler.pipeline import Pipeline
 from mpiflow.plan.records import READ, WRITE
 from mpiflow.plan.runs import Lane
 from mpiflow.plan.simulator import Event
 from mpiflow.plan.unroll import slot_before
 from mpiflow.plan.waits import in_turn, waits_of
+
+QUANTUM = 2.0**-48
+
+
+def in_quanta(plan):
+    """With seconds that the simulator takes as they are."""
+    programs = tuple(
+        replace(p, tasks=tuple(replace(t, seconds=round(t.seconds / QUANTUM) * QUANTUM)
+                               for t in p.tasks))
+        for p in plan.programs
+    )  # fmt: skip
+    return replace(plan, programs=programs)
+
+
+@cache
+def pipelined(mesh, micro_batches=1, schedule="1f1b", virtual=1, hidden="B"):
+    """The plan of a classifier in micro-batches, with seconds that are taken as they are."""
+    job = classifier(hidden=hidden, optimizer=mf.Adam(lr=0.01, clip=1.0))
+    job = replace(job, micro_batches=micro_batches)
+    return in_quanta(compile_for(mesh, job, pipeline=Pipeline(schedule, virtual)))
+
+
+def by_name(events):
+    """What events say, in an order that is the same for the same events."""
+    return sorted((e.step, e.task, e.stream, e.start, e.stop) for e in events)
 
 
 def firings(plan, name, steps):
