@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.cost import copy_seconds
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.order import in_order
 from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.op import REGISTRY, Op, build_op
 from mpiflow.graph.sbp import B
-from mpiflow.ops.wide import needs_no_copies
 from mpiflow.plan.exchange import summed_bytes
 from mpiflow.plan.places import CUDA_MPI, D2H, FEED, H2D, PINNED, STAGED
 from mpiflow.plan.records import (
@@ -130,10 +131,22 @@ class _Copying:
             self._to_device(task, [n for n in task.outputs if n in self.on_device], H2D)
         elif task.kind in _BETWEEN_RANKS:
             self.tasks.append(self._direct(task))
-        elif task.workspace[1] and needs_no_copies(task.op, self.registers[task.outputs[0]].dtype):
-            self.tasks.append(replace(task, workspace=(0, 0)))
         else:
-            self.tasks.append(task)
+            self.tasks.append(self._kernel(task))
+
+    def _kernel(self, task: Task) -> Task:
+        """With the workspace that it has on an accelerator, where that is another."""
+        if REGISTRY[task.op].device_workspace is Op.device_workspace:
+            return task
+        inputs, outputs = (
+            [self.registers[n] for n in names] for names in (task.inputs, task.outputs)
+        )
+        given, made = (
+            tuple(local_shape(r.shape, r.layout, self.mesh) for r in each)
+            for each in (inputs, outputs)
+        )
+        op = build_op(task.op, task.attributes)
+        return replace(task, workspace=(0, op.device_workspace(given, made, outputs[0].dtype)))
 
     def _direct(self, task: Task) -> Task:
         """Between memories of devices; MPI sends what is to be summed to a workspace."""

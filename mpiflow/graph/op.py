@@ -91,6 +91,12 @@ class Op:
         """Scratch bytes for local shapes and the dtype of the first output."""
         return 0
 
+    def device_workspace(
+        self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str
+    ) -> int:
+        """The same on an accelerator, where `wide_sums` is set."""
+        return self.workspace(inputs, outputs, dtype)
+
     def infer(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         """The shapes of the outputs."""
         rule = self.pattern(shapes)

@@ -83,6 +83,11 @@ class RowUpdate(Update):
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return carved(*self._pieces(prod(inputs[2]), inputs[0][1], dtype))
 
+    def device_workspace(
+        self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str
+    ) -> int:
+        return self.workspace(inputs, outputs, dtype)
+
     def _pieces(self, count: int, width: int, dtype: Any) -> tuple[Piece, ...]:
         local = ((min(count, BLOCK_ROWS),), "int64")
         block = ((block_size(count, width),), dtype)

@@ -28,6 +28,8 @@ from mpiflow.ops.schedule import LINE, scratch
 Arrays = list[Any]
 _BLOCK = 1 << 15
 """Elements: what an update works on stays in cache, and cutting it costs little."""
+_DEVICE_BLOCK = 1 << 22
+"""On an accelerator, where each operation takes longer than it costs to ask for it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,16 @@ class Update(Op):
         return Op.dtypes(self, dtypes) * (self.members * (1 + self._states))
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return self.lanes * min(self._elements(inputs), _BLOCK) * np.dtype(dtype).itemsize
+        return self._scratch(min(self._elements(inputs), _BLOCK), dtype)
+
+    def device_workspace(
+        self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str
+    ) -> int:
+        return self._scratch(min(self._elements(inputs), _DEVICE_BLOCK), dtype)
+
+    def _scratch(self, block: int, dtype: str) -> int:
+        """The workspace for blocks of so many elements."""
+        return self.lanes * block * np.dtype(dtype).itemsize
 
     def flops(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> int:
         extra = self.clipped + 3 * bool(self.ema)
@@ -126,18 +137,20 @@ class Update(Op):
 
     def _member(self, shard: ShardView, new: Arrays, old: Arrays, scalars: tuple[Any, ...]) -> None:
         w = old[0]
-        for part, lanes in _blocks(w.size, self._lanes(shard, w)):
+        if not w.size:
+            return
+        for part, lanes in _blocks(w.size, self._lanes(shard.work, w)):
             if part is None:
                 self._block(shard.xp, new, old, scalars, lanes)
             else:
                 blocks = [a[part] for a in new], [a[part] for a in old]
                 self._block(shard.xp, *blocks, scalars, lanes)
 
-    def _lanes(self, shard: ShardView, w: Any, offset: int = 0) -> Arrays:
-        size = min(w.size, _BLOCK)
-        nbytes = size * w.itemsize
-        ends = range(offset + nbytes, offset + (self.lanes + 1) * nbytes, nbytes or 1)
-        return [shard.work[end - nbytes : end].view(w.dtype) for end in ends]
+    def _lanes(self, work: Any, w: Any) -> Arrays:
+        """Scratch for blocks as large as the workspace allows."""
+        nbytes = min(w.size, work.size // (self.lanes * w.itemsize)) * w.itemsize
+        ends = range(nbytes, (self.lanes + 1) * nbytes, nbytes or 1)
+        return [work[end - nbytes : end].view(w.dtype) for end in ends]
 
     def _block(
         self, xp: Any, new: Arrays, old: Arrays, scalars: tuple[Any, ...], lanes: Arrays
@@ -159,11 +172,12 @@ class Update(Op):
 
 def _blocks(size: int, lanes: Arrays) -> Iterator[tuple[slice | None, Arrays]]:
     """What to cut from the arrays, and scratch of that length; None where they are one block."""
-    if 0 < size <= _BLOCK:
+    block = lanes[0].size
+    if size <= block:
         yield None, lanes
         return
-    for first in range(0, size, _BLOCK):
-        last = min(first + _BLOCK, size)
+    for first in range(0, size, block):
+        last = min(first + block, size)
         yield slice(first, last), [lane[: last - first] for lane in lanes]
 
 
@@ -353,15 +367,19 @@ class AdamSquares(_Moments):
         super().dtypes(dtypes)
         return ("float64",)
 
-    def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return LINE + self.lanes * min(prod(inputs[0]), _BLOCK) * 8
+    def _scratch(self, block: int, dtype: str) -> int:
+        return LINE + self.lanes * block * 8
 
     def kernel(self, shard: ShardView, out: Any, w: Any, g: Any, *rest: Any) -> None:
         xp, part = shard.xp, scratch(shard, 0, w.dtype)
         count = self.scalars + self.clipped
         arrays = [a.reshape(-1) for a in (w, g, *rest[count:])]
         out.fill(0.0)
-        for block, (a, b, *moments) in _blocks(w.size, self._lanes(shard, w, LINE)):
+        if not w.size:
+            return
+        room = (shard.work.size - LINE) * w.itemsize // 8
+        lanes = self._lanes(shard.work[LINE : LINE + room], w)
+        for block, (a, b, *moments) in _blocks(w.size, lanes):
             old = [x[block] for x in arrays] if block else list(arrays)
             if self.clipped:
                 old[1] = xp.multiply(old[1], rest[count - 1], out=a)

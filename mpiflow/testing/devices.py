@@ -21,12 +21,13 @@ def run_with(
 ) -> list[Array]:
     """The outputs of the kernel on one rank, as `testing.kernels.whole` gives them.
 
-    `put` and `get` bring arrays to the memory that `xp` works in, and back. Outputs hold NaN, or a
-    value that nobody computes, before the kernel writes them.
+    The kernel has the workspace of an accelerator. `put` and `get` bring arrays to the memory that
+    `xp` works in, and back. Outputs hold NaN, or a value that nobody computes, before the kernel
+    writes them.
     """
     shapes = op.infer(shapes_of(arrays))
     dtypes = op.dtypes(dtypes_of(arrays))
-    work, _ = workspace(op, shapes_of(arrays), shapes, dtypes[0])
+    work, _ = workspace(op, shapes_of(arrays), shapes, dtypes[0], on_device=True)
     held = [put(array) for array in arrays]
     outs = [put(poisoned(shape, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
     shard = Shard(xp, put(work), whole_starts(arrays, shapes), True)

@@ -53,10 +53,16 @@ def poisoned(shape: Shape, dtype: str) -> Array:
 
 
 def workspace(
-    op: Op, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str
+    op: Op,
+    inputs: tuple[Shape, ...],
+    outputs: tuple[Shape, ...],
+    dtype: str,
+    *,
+    on_device: bool = False,
 ) -> tuple[Array, Array]:
     """(the bytes that the kernel may use, those behind them)."""
-    size = op.workspace(inputs, outputs, dtype)
+    needed = op.device_workspace if on_device else op.workspace
+    size = needed(inputs, outputs, dtype)
     memory = np.empty(size + 2 * GUARD, np.uint8)
     memory.fill(POISON)
     first = -memory.ctypes.data % GUARD

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from forced_layouts import forced
-from jobs import EXAMPLES, classifier, compile_arrays, compile_for
+from jobs import CLASSES, EXAMPLES, FEATURES, classifier, compile_arrays, compile_for
 from micro_jobs import arrays, job
 from mutants import with_program, with_register, with_task, without_task
 from pipeline_jobs import tied
@@ -216,6 +216,19 @@ def test_products_of_16_bits_need_no_copies_on_accelerators():
 
     assert workspaces(route=NCCL) == {0}
     assert min(workspaces()) > 0
+
+
+def test_an_update_is_one_block_on_accelerators():
+    """What suits the caches of a CPU is a launch of a dozen kernels on a GPU."""
+    job = classifier(40, width=9000)
+
+    def workspaces(**more):
+        tasks = compile_for("data=2", job, **more).program("train").tasks
+        return [t.workspace[1] for t in tasks if t.op == "SgdUpdate"]
+
+    weights = 9000 * (FEATURES + 1 + CLASSES) + CLASSES
+    assert sum(workspaces(route=NCCL)) == 2 * 4 * weights
+    assert {*workspaces()} == {2 * 4 * 2**15}
 
 
 def test_nccl_and_mpi_between_the_same_devices_are_refused(nccl):
