@@ -372,7 +372,8 @@ class StandIn:
                     ((m, k), (k, n), (m, n)), strict=True,
                 )
             )  # fmt: skip
-            if c.itemsize == 2:
+            assert a.dtype == b.dtype
+            if a.itemsize == 2:
                 a, b = a.astype(np.float32), b.astype(np.float32)
             c[...] = np.matmul(a, b)
 

@@ -201,33 +201,33 @@ class CupyDriver:
     def multiply(self, product: Product, out: Any, left: Any, right: Any) -> None:
         """The product by cuBLAS, on the current stream; it takes matrices in column order.
 
-        16-bit floats go to tensor cores and are summed in float32; float32 is never cut to TF32.
+        16-bit floats go to tensor cores and are summed in float32, which the result may be in;
+        float32 is never cut to TF32.
         """
         if product.exchanged:
             left, right = right, left
-        kind = _GEMM_TYPES[out.dtype.name]
+        taken, made = _GEMM_TYPES[left.dtype.name], _GEMM_TYPES[out.dtype.name]
         wide = "float64" if out.dtype.name == "float64" else "float32"
         compute = _COMPUTE_FLOAT64 if wide == "float64" else _COMPUTE_FLOAT32
         one, zero = self._one[wide].ctypes.data, self._zero[wide].ctypes.data
         a, b, c = product.left, product.right, product.out
         turned = [_TRANSPOSED if operand.turned else _PLAIN for operand in (b, a)]
-        size = out.itemsize
         for starts in product.starts:
             first, second, target = (
-                array.data.ptr + start * size
+                array.data.ptr + start * array.itemsize
                 for array, start in zip((left, right, out), starts, strict=True)
             )
             if product.count == 1:
                 self._cublas.gemmEx(
                     self._handle, turned[0], turned[1], product.n, product.m, product.k,
-                    one, second, kind, b.leading, first, kind, a.leading,
-                    zero, target, kind, c.leading, compute, _DEFAULT_ALGORITHM,
+                    one, second, taken, b.leading, first, taken, a.leading,
+                    zero, target, made, c.leading, compute, _DEFAULT_ALGORITHM,
                 )  # fmt: skip
                 continue
             self._cublas.gemmStridedBatchedEx(
                 self._handle, turned[0], turned[1], product.n, product.m, product.k,
-                one, second, kind, b.leading, b.step, first, kind, a.leading, a.step,
-                zero, target, kind, c.leading, c.step,
+                one, second, taken, b.leading, b.step, first, taken, a.leading, a.step,
+                zero, target, made, c.leading, c.step,
                 product.count, compute, _DEFAULT_ALGORITHM,
             )  # fmt: skip
 

@@ -37,8 +37,8 @@ class _Numpy:
         return getattr(np, name)
 
     def matmul(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """As NumPy's, into an array; what is narrower than float32 is rounded once, at the end."""
-        if out.dtype.itemsize > 2:
+        """As NumPy's, into an array; what is narrower is rounded once, at the end, if at all."""
+        if left.dtype.itemsize > 2:
             return np.matmul(left, right, out=out)
         product = np.matmul(left.astype(np.float32), right.astype(np.float32))
         np.copyto(out, product, casting="unsafe")

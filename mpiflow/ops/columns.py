@@ -13,8 +13,9 @@ takes no copy but another view. Then the products of all rows are summed:
     columns (g, c*kernel[1:], phase*row*image*windows[1:])
     y = the sum over rows k of w[k] (g, o, c*kernel[1:]) @ columns[:, :, from where row k begins]
 
-A phase is what is the same row of x within a stride. Views are made once, when a kernel is bound; a
-step only copies, multiplies and adds.
+A phase is what is the same row of x within a stride. Where an accelerator takes 16-bit x and w, the
+result is float32, and so is what is added up; a tile is as large as if x were. Views are made once,
+when a kernel is bound; a step only copies, multiplies and adds.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class _Block:
 
     def __init__(self, at: Geometry, x: Any, y: Any, tile: Tile, work: Any) -> None:
         images, rows = (part.stop - part.start for part in (tile.images, tile.rows))
-        self.columns, whole, self.term = carve(work, *at.pieces(images, rows, x.dtype))
+        (met, _), *others = at.pieces(images, rows, y.dtype)
+        self.columns, whole, self.term = carve(work, (met, x.dtype), *others)
         self.moves: list[tuple[Any, Any]] = []
         self.padded = False
         self.rows: list[Any] = []
@@ -142,12 +144,17 @@ def _steps(at: Geometry, x: Any, y: Any, work: Any) -> Steps:
     blocks: dict[tuple[int, int, int], _Block] = {}
     steps: Steps = []
     last = None
-    for tile in at.tiles(len(work), x.dtype):
+    for tile in at.tiles(len(work), _summed_in(x.dtype)):
         key = tile.images.stop - tile.images.start, tile.rows.start, tile.rows.stop
         block = blocks.get(key) or blocks.setdefault(key, _Block(at, x, y, tile, work))
         steps.append((tile.images, block, block.padded and block is not last))
         last = block
     return steps
+
+
+def _summed_in(dtype: Any) -> Any:
+    """The dtype of sums of such products."""
+    return dtype if dtype.itemsize > 2 else "float32"
 
 
 def _weights(at: Geometry, dtype: Any) -> int:
@@ -186,7 +193,7 @@ def convolve(xp: Any, work: Any, out: Any, x: Any, w: Any, at: Geometry) -> Kern
     if at.pointwise:
         shape = (at.images, at.groups, -1, prod(at.size))
         return partial(xp.matmul, at.filters(w), x.reshape(shape), out=out.reshape(shape))
-    at = _suited(at, _weights, x.dtype, len(work))
+    at = _suited(at, _weights, out.dtype, len(work))
     if not at.by_rows:
         return _multiply(xp, work, out, x, [at.filters(w)], at)
     return _sorted(xp, work, out, x, at.split(w), at)
@@ -194,10 +201,9 @@ def convolve(xp: Any, work: Any, out: Any, x: Any, w: Any, at: Geometry) -> Kern
 
 def _sorted(xp: Any, work: Any, y: Any, x: Any, split: Any, at: Geometry) -> Kernel:
     """The convolution with a copy of weights that are a view (g, o, c, *kernel)."""
-    piece = (at.weights, x.dtype)
-    (weights,) = carve(work, piece)
+    (weights,) = carve(work, (at.weights, x.dtype))
     filters = list(weights.reshape(at.turns, at.groups, at.outputs, -1))
-    multiply = _multiply(xp, work[carved(piece) :], y, x, filters, at)
+    multiply = _multiply(xp, work[_weights(at, y.dtype) :], y, x, filters, at)
     return in_turn([partial(xp.copyto, weights, at.in_turns(split)), multiply])
 
 
@@ -243,8 +249,8 @@ def input_workspace(at: Geometry, dtype: Any) -> int:
 
 def weight_gradient(xp: Any, work: Any, dw: Any, x: Any, dy: Any, at: Geometry) -> Kernel:
     """The gradient of `convolve` for w, a sum over tiles, as a call."""
-    at = _suited(at, _sums, x.dtype, len(work))
-    pieces = _summed(at, x.dtype)
+    at = _suited(at, _sums, dw.dtype, len(work))
+    pieces = _summed(at, dw.dtype)
     sums, scratch = carve(work, *pieces)
     steps = _steps(at, x, dy, work[carved(*pieces) :])
     summed = list(sums) if at.by_rows else [at.filters(dw)]

@@ -116,6 +116,12 @@ class Convolution(Wide, Windowed):
         needed: int = bytes_of[self.roles[2]](at, dtype)
         return needed
 
+    def adds_products(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> bool:
+        """Not where each channel is a group: that makes no products of matrices."""
+        if not all(map(prod, (*inputs, *outputs))):
+            return False
+        return _way(self.geometry(*inputs, *outputs)) is columns
+
     def compute(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
         if not all(a.size for a in (*arrays, out)):
             return partial(out.fill, 0)

@@ -10,6 +10,7 @@ from gpu_stand_in import StandIn, device, host
 import mpiflow.ops
 from mpiflow.errors import PlanError
 from mpiflow.exec.cuda_arrays import Arrays
+from mpiflow.ops.conv import Conv, ConvInputGrad, ConvWeightGrad
 from mpiflow.ops.matmul import Linear, MatMul, RowProduct
 from mpiflow.testing.devices import run_with
 from mpiflow.testing.kernels import whole
@@ -151,6 +152,45 @@ def test_products_of_16_bits_go_to_cublas_as_they_are_and_are_summed_in_float32(
     np.testing.assert_array_equal(found, expected)
     assert [call.split()[0] for call in driver.calls] == ["product"]
     assert copies == []
+
+
+_SAME = ((1, 1), (1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (Conv((2, 2), _SAME, (1, 1)), ((3, 40, 9, 7), (8, 40, 3, 3))),
+        (ConvInputGrad((9, 7), (2, 2), _SAME, (1, 1)), ((3, 8, 5, 4), (8, 40, 3, 3))),
+        (ConvWeightGrad((3, 3), (2, 2), _SAME, (1, 1)), ((3, 40, 9, 7), (3, 8, 5, 4))),
+        (Conv((1, 1), ((0, 0), (0, 0)), (1, 1)), ((3, 40, 9, 7), (8, 40, 1, 1))),
+    ],
+    ids=str,
+)
+def test_convolutions_of_16_bits_are_products_of_them_that_are_added_in_float32(op, shapes, dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    arrays = tuple(draw.standard_normal(shape).astype(dtype) for shape in shapes)
+    driver, taken, widened = StandIn(), [], []
+    given = Arrays(driver)
+    multiply, copy = driver.multiply, given.copyto
+
+    def multiplied(product, out, left, right):
+        taken.append((left.dtype.name, right.dtype.name, out.dtype.name))
+        multiply(product, out, left, right)
+
+    def copied(out, source, *more, **named):
+        if out.dtype.itemsize > source.dtype.itemsize:
+            widened.append(out.shape)
+        copy(out, source, *more, **named)
+
+    driver.multiply, given.copyto = multiplied, copied
+    (found,) = run_with(op, arrays, given, device, host)
+    (expected,) = whole(op, arrays)
+    np.testing.assert_array_equal(found, expected)
+    assert {*taken} == {(dtype, dtype, "float32")}
+    assert widened == []
 
 
 def test_heads_side_by_side_are_multiplied_without_a_copy():
