@@ -4,7 +4,7 @@
     python benchmarks/peers.py --table runs.jsonl
 
 BENCH_SUITE has the suite's `common.py` and `torch_peer.py`; `peer.py` beside this file is mpiflow's
-side. Both sides, on one rank and on two, are started once. Then they take turns of one step or
+side. Both sides, on one rank and on two, are started once. Then they take turns of two steps or
 more, while the others sleep, so that a slow spell of the machine falls on all of them alike. Every
 rank has one core and one thread. Prints tables of medians: mpiflow beside PyTorch, and the
 efficiency of two ranks, with what it would be if messages were free.
@@ -43,6 +43,7 @@ SHARED = {"W1": "batch", "W2": "batch", "W3": "batch", "W4": "classes"}
 """What two ranks share. Two jobs of one rank, each with half of it, at once: as if messages and
 waits cost nothing, on a machine whose cores share memory."""
 HALVES = "halves"
+_TURN_SECONDS = 0.5
 
 
 # ---------------------------------------------------------------- inside a side: one step a turn
@@ -152,17 +153,20 @@ def started(workload: str, sides: list[Side], folder: str) -> None:
 
 
 def rounds(sides: list[Side], seconds: float) -> None:
-    """Turns for so long, of so many steps that a short one counts for as much as a long one."""
-    longest = max(one.turn(1) for one in sides)
+    """Turns for so long, of half a second at least.
+
+    The first step of a turn is not counted: its ranks did not wake together, and caches are cold.
+    """
     for one in sides:
-        one.turn(1)
+        one.turn(2)
         one.steps.clear()
     ends = time.perf_counter() + seconds
     counts = [0] * len(sides)
     while time.perf_counter() < ends or min(counts) < 3:
         for number, one in enumerate(sides):
             took = one.turn(1)
-            one.turn(max(1, min(20, int(longest / took))))
+            one.steps.pop()
+            one.turn(max(1, int(_TURN_SECONDS / took)))
             counts[number] += 1
 
 
