@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
-from mpiflow.calibration.fit import Fit, fit_curve, fit_line, fit_of
+from mpiflow.calibration.fit import Fit, fit_curve, fit_line
+from mpiflow.calibration.messages import bind_train, without_answer
 from mpiflow.compiler.machine import Link, Measured
 from mpiflow.errors import TaskError
 from mpiflow.exec.engine import LONGEST_SLEEP_SECONDS, Bell
@@ -30,6 +31,8 @@ from mpiflow.exec.transport import Group, Start, Transport
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = tuple(8 << 3 * i for i in range(8)) + (64 << 20,)
 """Bytes of the tensor that the members hold together: 8 B to 64 MiB."""
+MESSAGE = "message"
+"""The kind of a series of messages from one rank to another."""
 QUICK_SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 _TURNS, _MOST_ROUNDS = 5, 20
 _SWEEP_SECONDS = 0.03
@@ -43,7 +46,7 @@ _FEWEST_SWEEPS, _MOST_SWEEPS = 2, 10
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Seconds of a collective on groups of some ranks by bytes, the median over all ranks."""
+    """Seconds of a collective, or message, on groups of some ranks by bytes, the median of all."""
 
     kind: str
     members: int
@@ -75,9 +78,15 @@ def partitions(hosts: Sequence[Sequence[int]]) -> dict[str, list[list[list[int]]
 
 
 def measure_links(
-    transport: Transport, hosts: Sequence[Sequence[int]], sizes: Sequence[int]
+    transport: Transport,
+    hosts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    messages: Sequence[int],
 ) -> dict[str, list[Series]]:
-    """Collective. By level, every collective at these sizes on groups of two ranks and of all."""
+    """Collective. By level, every collective at these sizes on groups of two ranks and of all.
+
+    Then messages of these bytes within the groups of two.
+    """
     found: dict[str, list[Series]] = {}
     for level, ways in partitions(hosts).items():
         found[level] = []
@@ -86,25 +95,45 @@ def measure_links(
             group = transport.group(tuple(members), f"calibrate {level} {number}")
             most = max(map(len, way))
             found[level] += [_series(transport, group, kind, most, sizes) for kind in KINDS]
+            if not number:
+                found[level].append(_messages(transport, group, messages))
     return found
 
 
 def _series(
     transport: Transport, group: Group, kind: str, members: int, sizes: Sequence[int]
 ) -> Series:
-    """Collective. A collective by size: of each the least of several sweeps over all sizes.
+    """Collective. A collective by size."""
+    starts = [_bind(group, kind, nbytes) for nbytes in sizes]
+    least = _least([partial(_time, transport, group, start) for start in starts])
+    return Series(kind, members, tuple(sizes), tuple(least))
+
+
+def _messages(transport: Transport, group: Group, sizes: Sequence[int]) -> Series:
+    """Collective. Messages by size, in a train from the first member of each group."""
+    trains = [bind_train(group, nbytes, transport.check) for nbytes in sizes]
+
+    def together(train: Callable[[], float]) -> float:
+        transport.barrier().wait(transport.check)
+        return statistics.median(t for t in _everyone(transport, train()) if t)
+
+    least = _least([partial(together, train) for train in trains])
+    return Series(MESSAGE, 2, tuple(sizes), tuple(without_answer(least)))
+
+
+def _least(timings: Sequence[Callable[[], float]]) -> list[float]:
+    """Collective. By rising size, the least of several sweeps over all sizes.
 
     There are more sweeps, up to a limit, as long as something else disturbs the machine, which
     shows in bytes that took less time than fewer bytes.
     """
-    starts = [_bind(group, kind, nbytes) for nbytes in sizes]
-    least = [math.inf] * len(sizes)
+    least = [math.inf] * len(timings)
     for sweep in range(_MOST_SWEEPS):
-        for i, start in enumerate(starts):
-            least[i] = min(least[i], _time(transport, group, start))
+        for i, timing in enumerate(timings):
+            least[i] = min(least[i], timing())
         if sweep + 1 >= _FEWEST_SWEEPS and _rises(least):
             break
-    return Series(kind, members, tuple(sizes), tuple(least))
+    return least
 
 
 def _rises(seconds: Sequence[float]) -> bool:
@@ -219,18 +248,18 @@ def fit_link(level: str, series: Sequence[Series]) -> tuple[Link, dict[str, Fit]
     """A link of what was measured on it, and how good the fits are."""
     fits: dict[str, Fit] = {}
     measured = []
-    for one in series:
+    for one in (one for one in series if one.kind != MESSAGE):
         name = f"{one.kind} on {one.members} ranks, {level}"
         curve, fits[name] = fit_curve(name, one.nbytes, one.seconds)
         measured.append(Measured(one.kind, one.members, curve))
-    # Between two ranks an exchange is a message each way, of a quarter of what the tensor has.
-    pair = next(one for one in series if one.kind == "all_to_all" and one.members == 2)
-    messages = [nbytes / 4 for nbytes in pair.nbytes]
-    alpha, beta = fit_line(messages, pair.seconds)
+    sent = next(one for one in series if one.kind == MESSAGE)
+    name = f"messages, {level}"
+    messages, fits[name] = fit_curve(name, sent.nbytes, sent.seconds)
+    alpha, beta = fit_line(sent.nbytes, sent.seconds)
     if not alpha or not beta:
         raise TaskError(
             f"messages between two ranks, {level}: no latency and bandwidth fit what was measured,"
-            f" {list(pair.seconds)} s for {messages} bytes; repeat it when the machine is calmer"
+            f" {list(sent.seconds)} s for {list(sent.nbytes)} bytes; repeat it when the machine is"
+            " calmer"
         )
-    fits[f"messages, {level}"] = fit_of([alpha + beta * n for n in messages], pair.seconds)
-    return replace(Link(alpha, 1 / beta), measured=tuple(measured)), fits
+    return Link(alpha, 1 / beta, measured=tuple(measured), messages=messages), fits

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mpiflow.calibration import messages
 from mpiflow.calibration.fit import Fit
 from mpiflow.calibration.kernels import (
     Call,
@@ -39,7 +40,7 @@ from mpiflow.calibration.links import (
 )
 from mpiflow.calibration.steps import fit_steps, measure_steps, reference_plans
 from mpiflow.calibration.storage import fit_storage, time_reads, write_rows
-from mpiflow.compiler.machine import Link, Machine, find_machine
+from mpiflow.compiler.machine import Curve, Link, Machine, find_machine
 from mpiflow.compiler.machinefile import to_toml
 from mpiflow.exec.transport import Transport
 from mpiflow.plan.records import Plan
@@ -88,7 +89,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
     calls = measure_ops(quick=options.quick)
     plans = reference_plans(quick=options.quick)
     steps = measure_steps(transport, plans)
-    links = measure_links(transport, hosts, QUICK_SIZES if options.quick else SIZES)
+    links = measure_links(transport, hosts, *_sizes(quick=options.quick))
     overlap = transport.size == 1 or measure_overlap(transport, hosts)
     reads = _measure_reads(transport, hosts, options)
     mine = [base, rates.plain(), [call.seconds for call in calls], reads, steps]
@@ -113,6 +114,11 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
 
     transport.on_root(describe)
     return reports[0] if reports else None
+
+
+def _sizes(*, quick: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of collectives, and of messages."""
+    return (QUICK_SIZES, messages.QUICK_SIZES) if quick else (SIZES, messages.SIZES)
 
 
 def _meet(transport: Transport) -> None:
@@ -258,12 +264,14 @@ def _overlap_rows(levels: Mapping[str, Any], overlap: bool) -> list[Row]:
 
 
 def _link_rows(level: str, link: Link, fits: Mapping[str, Fit]) -> list[Row]:
-    found = {f"messages, {level}": _port_text(link.latency, link.bandwidth)}
-    for one in link.measured:
-        last = one.curve.pieces[-1]
-        text = f"{time_text(one.curve.pieces[0].seconds)} + n / {1e-9 / last.each:.3g} GB/s"
-        found[f"{one.kind} on {one.members} ranks, {level}"] = text
-    return [Row(what, text, fits[what]) for what, text in found.items()]
+    curves = {f"messages, {level}": link.messages} if link.messages else {}
+    curves |= {f"{one.kind} on {one.members} ranks, {level}": one.curve for one in link.measured}
+    return [Row(what, _curve_text(curve), fits[what]) for what, curve in curves.items()]
+
+
+def _curve_text(curve: Curve) -> str:
+    """The latency where it starts, the bandwidth where it ends."""
+    return _port_text(curve.pieces[0].seconds, 1 / curve.pieces[-1].each)
 
 
 def _port_text(latency: float, bandwidth: float) -> str:

@@ -213,4 +213,4 @@ def message_seconds(machine: Machine, nbytes: int, mesh: Mesh, pieces: int = 1) 
     else:
         near = spread(mesh, (mesh.index(STAGE),), machine.devices_per_node)[1] == 1
     link = machine.inner if near else machine.outer
-    return pieces * link.call + link.latency + nbytes / link.bandwidth
+    return pieces * link.call + link.message(nbytes)

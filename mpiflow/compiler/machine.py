@@ -59,12 +59,22 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Link:
     """What joins ranks: seconds of a message, bytes a second that a rank sends while all do, and
-    `call`, the seconds of starting and completing a collective."""
+    `call`, the seconds of starting and completing a collective.
+
+    `messages`, where they were measured, has the seconds of messages one behind another, by bytes.
+    """
 
     latency: float
     bandwidth: float
     call: float = 0.0
     measured: tuple[Measured, ...] = ()
+    messages: Curve | None = None
+
+    def message(self, nbytes: float) -> float:
+        """Seconds of a message of so many bytes, before the next may follow it."""
+        if self.messages is None:
+            return self.latency + nbytes / self.bandwidth
+        return self.messages.seconds(nbytes)
 
 
 @dataclass(frozen=True, slots=True)

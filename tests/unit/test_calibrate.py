@@ -7,11 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mpiflow.calibration import messages
 from mpiflow.calibration.fit import fit_curve, fit_line, fit_of
 from mpiflow.calibration.jobs import Drawn, references
 from mpiflow.calibration.kernels import Call, Rates, fit_ops
 from mpiflow.calibration.links import (
     KINDS,
+    MESSAGE,
     Beside,
     Series,
     fit_link,
@@ -25,6 +27,7 @@ from mpiflow.compiler.cost import ideal_seconds
 from mpiflow.compiler.machine import Kernel, find_machine
 from mpiflow.errors import TaskError
 from mpiflow.exec.local import LocalWorld, run_local
+from mpiflow.exec.transport import DONE
 from mpiflow.ops.elementwise import Log, Relu
 
 SIZES = [8 * 4**i for i in range(12)]
@@ -144,14 +147,17 @@ def test_links_are_measured_on_threads_of_two_hosts():
     def measure(transport):
         transport.host = f"host{transport.rank // 2}"
         hosts = hosts_of(transport)
-        return hosts, measure_links(transport, hosts, (8, 4096))
+        return hosts, measure_links(transport, hosts, (8, 4096), (64, 8192))
 
     results = run_local(4, measure)
     assert all(hosts == [[0, 1], [2, 3]] for hosts, _ in results)
     first = results[0][1]
     assert all(links == first for _, links in results)
     for level in ("inner", "outer"):
-        assert [(s.kind, s.members) for s in first[level]] == [(kind, 2) for kind in KINDS]
+        assert [(s.kind, s.members) for s in first[level]] == [
+            (kind, 2) for kind in (*KINDS, MESSAGE)
+        ]
+        assert first[level][-1].nbytes == (64, 8192)
         assert all(seconds > 0 for s in first[level] for seconds in s.seconds)
 
 
@@ -207,15 +213,60 @@ def test_overlap_counts_if_most_of_a_message_is_hidden_on_every_rank(monkeypatch
         assert run_local(2, measure) == [overlap] * 2
 
 
-def test_a_link_has_the_latency_of_messages_and_the_curves_of_collectives():
-    series = [
-        Series(kind, 2, tuple(SIZES), tuple(3e-6 + n / 4 / 1e9 for n in SIZES)) for kind in KINDS
-    ]
-    link, fits = fit_link("inner", series)
-    assert link.latency == pytest.approx(3e-6)
-    assert link.bandwidth == pytest.approx(1e9)
+def test_a_link_has_the_curves_of_messages_and_of_collectives():
+    series = [Series(kind, 2, SIZES, tuple(3e-6 + n / 4 / 1e9 for n in SIZES)) for kind in KINDS]
+    slow = messages.SIZES.index(1 << 15)
+    sent = [4e-6 + n / (1e8 if i >= slow else 1e9) for i, n in enumerate(messages.SIZES)]
+    link, fits = fit_link("inner", [*series, Series(MESSAGE, 2, messages.SIZES, tuple(sent))])
     assert [(m.kind, m.members) for m in link.measured] == [(kind, 2) for kind in KINDS]
     assert set(fits) == {"messages, inner", *(f"{kind} on 2 ranks, inner" for kind in KINDS)}
+    assert fits["messages, inner"].worst < 1e-3
+    assert link.message(1 << 12) == pytest.approx(4e-6 + 2**12 / 1e9, rel=1e-3)
+    assert link.message(1 << 26) == pytest.approx(4e-6 + 2**26 / 1e8, rel=1e-3)
+
+
+class Shaped:
+    """A member of two: so many bytes pass at once, the rest when the link has come so far."""
+
+    index, size = 0, 2
+
+    def __init__(self, clock, *, burst, rate):
+        self.clock, self.burst, self.rate = clock, burst, rate
+        self.sent = 0
+
+    def bind_send(self, buffer, peer, tag):
+        def start():
+            self.sent += buffer.nbytes
+            ready = (self.sent - self.burst) / self.rate
+            self.clock.now = max(self.clock.now + 10e-6, ready)
+            return DONE
+
+        return start
+
+    def bind_receive(self, buffer, peer, tag):
+        def start():
+            self.clock.now += 10e-6
+            return DONE
+
+        return start
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_bytes_that_a_link_lets_pass_at_once_do_not_count_for_its_pace(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("mpiflow.calibration.messages.time", clock)
+    seconds = []
+    for nbytes in (64, 1 << 15, 1 << 20):
+        group = Shaped(clock, burst=clock.now * 1e8 + (1 << 18), rate=1e8)
+        seconds.append(messages.bind_train(group, nbytes, None)())
+    there = messages.without_answer(seconds)
+    assert there == pytest.approx([10e-6, 2**15 / 1e8 - 10e-6, 2**20 / 1e8 - 10e-6], rel=1e-3)
 
 
 # -- kernels and storage

@@ -13,6 +13,7 @@ from mpiflow.compiler.cost import (
     exchange_seconds,
     formula_seconds,
     ideal_seconds,
+    message_seconds,
     op_seconds,
     spread,
 )
@@ -63,6 +64,7 @@ curve = [[0, 2e-6, 1e-10], [4096, 1e-5, 2e-10]]
 latency_seconds = 1e-5
 bandwidth = 1e9
 call_seconds = 3e-6
+messages = [[0, 2e-5, 3e-10], [60000, 2e-4, 8e-9]]
 
 [host_link]
 latency_seconds = 1e-5
@@ -93,7 +95,8 @@ def test_a_file_gives_what_it_says():
     machine = site()
     assert (machine.name, machine.ranks, machine.memory_bytes) == ("site", 8, 80_000_000_000)
     assert machine.kernels == {"MatMul": Kernel(2e-6, 1.5)}
-    assert machine.outer == Link(1e-5, 1e9, 3e-6)
+    sent = Curve((Piece(0.0, 2e-5, 3e-10), Piece(60000.0, 2e-4, 8e-9)))
+    assert machine.outer == Link(1e-5, 1e9, 3e-6, messages=sent)
     curve = Curve((Piece(0.0, 2e-6, 1e-10), Piece(4096.0, 1e-5, 2e-10)))
     assert machine.inner.measured == (Measured("all_reduce", 2, curve),)
 
@@ -126,6 +129,7 @@ def test_a_machine_survives_its_own_text(name):
         (('"all_reduce"', '"allreduce"'), r"collectives\[0\].kind is 'allreduce'; it must be one"),
         (("members = 2", "members = 1"), r"collectives\[0\].members is 1; it must be 2 or more"),
         (("[0, 2e-6", "[1, 2e-6"), "pieces whose starts rise from 0"),
+        (("[0, 2e-5", "[9, 2e-5"), "links.outer.messages .*pieces whose starts rise from 0"),
         (("[4096, ", "[0, "), "pieces whose starts rise from 0"),
         (("[0, 2e-6, 1e-10]", "[0, -2e-6, 1e-10]"), "a finite number of 0 or more"),
         (("1e-5, 2e-10]", "1e-5, 0]"), "rise where it ends"),
@@ -248,6 +252,14 @@ def test_other_numbers_of_members_follow_the_formula():
     assert collective_seconds(machine, "all_reduce", 1000, mesh, (0,)) == pytest.approx(
         2.1e-6 * ratio
     )
+
+
+def test_a_measured_message_costs_what_was_measured_and_any_other_latency_and_bytes():
+    machine, mesh = site(), parse_mesh("stage=4")  # on two nodes
+    assert message_seconds(machine, 1000, mesh) == pytest.approx(3e-6 + 2e-5 + 1000 * 3e-10)
+    assert message_seconds(machine, 61_000, mesh) == pytest.approx(3e-6 + 2e-4 + 1000 * 8e-9)
+    plain = replace(machine, outer=replace(machine.outer, messages=None))
+    assert message_seconds(plain, 1000, mesh) == pytest.approx(3e-6 + 1e-5 + 1000 / 1e9)
 
 
 def test_a_hierarchical_all_reduce_sends_a_part_over_the_outer_link():
