@@ -215,12 +215,13 @@ def _with_steps(
     """The machine with what steps take of one rank of a host, and of all."""
     most = max(map(len, hosts))
     factors, rows = {}, []
-    for ranks, seconds in ((1, measured.alone), (most, measured.together)):
+    # All at work come first: where hosts have a rank each, jobs on several have all of them busy.
+    for ranks, seconds in ((most, measured.together), (1, measured.alone)):
         if ranks not in factors:
             factors[ranks], fit = fit_steps(machine, measured.plans, seconds)
             what = f"steps of {ranks} rank{'s' * (ranks > 1)} of a host"
             rows.append(Row(what, f"{factors[ranks]:.2f} times their kernels", fit))
-    return replace(machine, crowding=tuple(factors.items())), rows
+    return replace(machine, crowding=tuple(sorted(factors.items()))), rows[::-1]
 
 
 def _remarks(
