@@ -10,6 +10,7 @@ them are done.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ class Segment:
     calls: tuple[Call, ...]
     tasks: tuple[Task, ...]
     awaited: bool
-    marks: list[float] | None = None
+    marks: array[float] | None = None
 
 
 class Stream(Protocol):

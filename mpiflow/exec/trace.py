@@ -9,6 +9,7 @@ and a third of what a call around each kernel would.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from math import nan
 from typing import Any
@@ -37,7 +38,7 @@ class Recorder:
         self._others = [task for task in program.tasks if task.stream != COMPUTE]
         self._slot = {t.name: i for kind in (self._kernels, self._others)
                       for i, t in enumerate(kind)}  # fmt: skip
-        self._segments: list[tuple[np.ndarray, np.ndarray, list[float]]] = []
+        self._segments: list[tuple[np.ndarray, np.ndarray, array[float]]] = []
         self._ran = np.full((len(steps), len(self._kernels), 2), nan)
         self._beside = np.full((len(steps), len(self._others), 2), nan)
         self._spans = np.full((len(steps), 2), nan)
@@ -62,22 +63,23 @@ class Recorder:
                 times = np.array(marks)
                 self._ran[row, slots, 0] = times[places]
                 self._ran[row, slots, 1] = times[places + 1]
-                marks.clear()
+                del marks[:]
         self._row = -1
         self.recorded = row + 1
 
-    def marks(self, tasks: Sequence[Task]) -> list[float]:
+    def marks(self, tasks: Sequence[Task]) -> array[float]:
         """Where to put the time at which the calls of these tasks begin, and when each has ended.
 
         Of a task that has several calls, the first one is its kernel.
         """
-        found: list[float] = []
+        # A list would keep an object for each, and push what the kernels use out of the cache.
+        found = array("d")
         first = {task.name: i for i, task in reversed(list(enumerate(tasks)))}
         slots = np.array([self._slot[name] for name in first])
         self._segments.append((slots, np.array(list(first.values())), found))
         return found
 
-    def segment(self, calls: Sequence[Call], marks: list[float]) -> Call:
+    def segment(self, calls: Sequence[Call], marks: array[float]) -> Call:
         """A call that does the calls of kernels one after another, and marks their times."""
         mark, clock = marks.append, self.clock
 
