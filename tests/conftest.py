@@ -15,14 +15,13 @@ class RankReport:
 
     def __init__(self, config):
         self.config = config
-        self.on_ranks = set()
 
-    @pytest.hookimpl
-    def pytest_collection_modifyitems(self, items):
-        for item in items:
-            marks = item.iter_markers("ranks")
-            if any(mark.args[0] >= 2 for mark in marks):
-                self.on_ranks.add(item.nodeid)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item):
+        # Noted in the report, which is all that comes from a worker of pytest-xdist.
+        report = yield
+        report.on_ranks = any(mark.args[0] >= 2 for mark in item.iter_markers("ranks"))
+        return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self):
@@ -31,11 +30,11 @@ class RankReport:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is None or self.config.option.collectonly:
             return
-        passed = [report.nodeid for report in terminal.stats.get("passed", [])]
+        passed = terminal.stats.get("passed", [])
         counts = {
             kind: len(terminal.stats.get(kind, [])) for kind in ("failed", "error", "skipped")
         }
-        several = sum(nodeid in self.on_ranks for nodeid in passed)
+        several = sum(report.on_ranks for report in passed)
         terminal.write_line(
             f"{len(passed)} passed, {counts['failed'] + counts['error']} failed, "
             f"{counts['skipped']} skipped; {several} of them ran on two or more ranks"
