@@ -242,7 +242,7 @@ def _process_bytes(
 
 
 def _identity(graph: Graph, job: Job, data: DataSet) -> tuple[tuple[str, str], ...]:
-    """What is computed, by section; that of `driver.identity` where it means the same."""
+    """What is computed, by section; that of `account.identity` where it means the same."""
     return (
         ("data", f"{data.rows} rows, fingerprint {data.fingerprint}"),
         ("fields", ", ".join(f"{f.name} {f.dtype}{list(f.shape)}" for f in data.fields)),
