@@ -203,8 +203,9 @@ class _Times:
         """From when until when a task uses a register: all of a loop, if its turns share that."""
         start, stop = self.start[task.name], self.done[task.name]
         if outlives_turns(task, register):
+            # Another stream may begin a turn, or end one, while no kernel of the loop runs.
             first, last = self.phases[task.phase]
-            return min(first, start), max(last, stop)
+            return min(first - 1, start), max(last + 1, stop)
         return self.within(task, start, stop)
 
     def within(self, task: Task, start: int, stop: int) -> tuple[int, int]:

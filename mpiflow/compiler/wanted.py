@@ -16,7 +16,7 @@ from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.signature import Placed
 from mpiflow.compiler.stages import Stages
 from mpiflow.graph.graph import Node
-from mpiflow.graph.sbp import B, Layout
+from mpiflow.graph.sbp import B, Layout, layout_text
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.gradnorm import SumScalars
 
@@ -81,7 +81,10 @@ def _joined(group: list[Wanted]) -> Wanted:
     if len(group) == 1 or reader is None:
         return first
     graph, dtype = first.tensor.graph, first.tensor.dtype
-    total = Tensor(graph, f"{reader.name}.stage{first.source}", (), dtype, where=reader.where)
+    # Partial sums and whole ones are added up, and sent, by themselves.
+    partial = "" if set(first.given) == {B} else f".{layout_text(first.given)}"
+    name = f"{reader.name}.stage{first.source}{partial}"
+    total = Tensor(graph, name, (), dtype, where=reader.where)
     return replace(first, tensor=total, parts=tuple(wanted.tensor for wanted in group))
 
 
