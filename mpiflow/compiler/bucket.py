@@ -20,7 +20,7 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.order import in_order, needs_in_order, pulled
 from mpiflow.compiler.pace import of_variables
 from mpiflow.graph.mesh import Mesh
-from mpiflow.plan.records import Program, Register, Task, Variable
+from mpiflow.plan.records import SEND, Program, Register, Task, Variable
 from mpiflow.plan.slice import parts_of
 
 _SMALLEST, _LARGEST = 256 << 10, 25 << 20
@@ -65,6 +65,22 @@ def _in_place(program: Program) -> Program:
     return replace(program, registers=tuple(registers))
 
 
+def _of_several_slots(program: Program) -> set[str]:
+    """What may need a slot for each of several micro-batches: it cannot lie beside anything.
+
+    In a pipeline, what segments hand to one another or send to other stages; see `with_slots`.
+    """
+    segments: dict[str, set[int]] = {}
+    sent: set[str] = set()
+    for task in program.tasks if program.sequence else ():
+        if task.phase % 2:
+            for name in (*task.inputs, *task.outputs):
+                segments.setdefault(name, set()).add(task.segment)
+            if task.kind == SEND:
+                sent.update(task.inputs)
+    return sent | {name for name, where in segments.items() if len(where) > 1}
+
+
 class _Fusing:
     def __init__(
         self, program: Program, mesh: Mesh, machine: Machine, variables: dict[str, Variable]
@@ -76,11 +92,16 @@ class _Fusing:
         self.candidates: dict[str, Task] = {}
 
     def reductions(self) -> Program:
+        several = _of_several_slots(self.program)
         self.candidates = {
             t.name: t
             for t in self.program.tasks
             if t.op == "reduce_scatter"
-            or (t.op == "all_reduce" and self.registers[t.outputs[0]].aliases)
+            or (
+                t.op == "all_reduce"
+                and self.registers[t.outputs[0]].aliases
+                and several.isdisjoint((*t.inputs, *t.outputs))
+            )
         }
         self.program = self._second_late()
         return in_order(self._fused(self._buckets(_REDUCTIONS)))
