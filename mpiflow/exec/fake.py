@@ -21,9 +21,10 @@ import numpy as np
 
 from mpiflow.errors import TaskError
 from mpiflow.exec.device import InHostMemory, host_bytes, host_dtype
+from mpiflow.exec.direct import DirectGroup
 from mpiflow.exec.hazards import POISON, Hazards
 from mpiflow.exec.segments import Call, Events, Segment, task_at
-from mpiflow.exec.transport import Message
+from mpiflow.exec.transport import Group, Message, Request
 from mpiflow.plan.places import ACCELERATOR
 from mpiflow.plan.records import Task
 
@@ -160,6 +161,48 @@ class FakeStream:
         return self._message is not None
 
 
+class FakeSide:
+    """What the device does between messages of route mpi: only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._queue: deque[Call] = deque()
+        self._asked = self._done = 0
+
+    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Copy later."""
+        self._ask(partial(np.copyto, target, source))
+
+    def combine(self, ufunc: str, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+        """Compute later."""
+        self._ask(partial(getattr(np, ufunc), x, y, out=out))
+
+    def mark(self) -> Request:
+        """Done as soon as it is tested, and what was asked for before it with it."""
+        self.pending = False
+        return _Marked(self, self._asked)
+
+    def come_to(self, count: int) -> None:
+        """Do the first `count` of all that was asked for, if they are not done."""
+        while self._done < count:
+            self._queue.popleft()()
+            self._done += 1
+
+    def _ask(self, call: Call) -> None:
+        self._queue.append(call)
+        self._asked, self.pending = self._asked + 1, True
+
+
+class _Marked(Request):
+    def __init__(self, side: FakeSide, count: int) -> None:
+        self._side, self._count = side, count
+
+    def test(self) -> bool:
+        """Let the device come so far."""
+        self._side.come_to(self._count)
+        return True
+
+
 class Fake(InHostMemory):
     """A device of one rank; `seed` decides which of several streams goes on first."""
 
@@ -196,6 +239,10 @@ class Fake(InHostMemory):
     def message(self, message: Message) -> DeviceMessage:
         """A message that begins when its stream comes to it."""
         return DeviceMessage(message)
+
+    def direct(self, group: Group) -> Group:
+        """The same messages and sums as between devices; the sums when they are waited for."""
+        return DirectGroup(group, FakeSide())
 
     def fetch(self, array: np.ndarray) -> np.ndarray:
         """A copy, as memory of the host is another."""

@@ -68,7 +68,8 @@ class FeedLane(DeviceLane):
             error.later = int(self.early)
             raise
 
-    def _reached(self) -> int:
+    def reached(self) -> int:
+        """How many items the device has done, in the step before and in its own."""
         return bisect_right(self._ends, self._stream.done)
 
     def _poll(self) -> None:

@@ -2,7 +2,8 @@
 
 Every item of a lane has a clock: of each stream, how many items are surely done when it starts.
 That follows from what it waited for and what they had waited for, never from timing, so that a
-missing wait is found though all happened to go well. Each task is held to it when it starts:
+missing wait is found though all happened to go well. That it has waited for all of it is looked at
+too, when the host starts it and when the device does. Each task is held to its clock:
 
     reads     who made it is done; its bytes still hold it; they are memory that the task reaches
     writes    those who wrote the bytes before, and all who have read them since, are done
@@ -16,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +27,7 @@ from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.lanes import DeviceLane, Finding, Lane, ReadLane
 from mpiflow.exec.segments import Call, Segment
 from mpiflow.exec.shadow import Cell, Clock, Owner, Run, Shadow, Use
+from mpiflow.exec.waited import check_device, check_host
 from mpiflow.plan.places import D2H, H2D, PINNED, STAGED, workspace_space
 from mpiflow.plan.records import READ, Task
 from mpiflow.plan.registers import holder
@@ -175,7 +178,10 @@ class Watched:
     def attach(self, lane: Lane) -> None:
         """Look at the items of a lane from now on, and let what they write be poisoned first."""
         if isinstance(lane, DeviceLane):
-            lane.segments = tuple(self._poisoned(segment) for segment in lane.segments)
+            lane.segments = tuple(
+                self._guarded(lane, number, self._poisoned(segment))
+                for number, segment in enumerate(lane.segments)
+            )
         lane.look = lambda number: self._start(lane, number)
 
     def refill(self, task: Task, step: int) -> str:
@@ -241,14 +247,21 @@ class Watched:
             if task.name in seen or not fresh:
                 calls.append(call)
             else:
-                calls.append(_after_poison(call, fresh))
+                calls.append(_after(partial(_poison, fresh), call))
             seen.add(task.name)
         return replace(segment, calls=tuple(calls))
 
     # -- what a lane starts
 
+    def _guarded(self, lane: DeviceLane, number: int, segment: Segment) -> Segment:
+        """One that finds out, when the device comes to it, whether it was given all its events."""
+        check = partial(check_device, lane, number, lambda: self._all._run.lanes)
+        first, *rest = segment.calls
+        return replace(segment, calls=(_after(check, first), *rest))
+
     def _start(self, lane: Lane, number: int) -> None:
         """An item is about to start; Finding if it would use what others may still use."""
+        check_host(lane, number, self._all._run.lanes)
         with self._all._lock:
             run = self._all._run
             if isinstance(lane, FeedLane) and lane.early:
@@ -337,21 +350,23 @@ def _wait(clock: Clock, waits: Iterable[tuple[str, int]], run: Run) -> None:
         clock[stream] = max(clock.get(stream, 0), count)
 
 
-def _after_poison(call: Call, fresh: tuple[np.ndarray, ...]) -> Call:
-    def poison() -> None:
-        for array in fresh:
-            array.fill(POISON)
-
-    before = getattr(call, "before", None)
-    if before is not None:  # a message, which its stream has to see as what it is
-        before.append(poison)
+def _after(before: Call, call: Call) -> Call:
+    """Both calls; a message stays what its stream has to see it as."""
+    others = getattr(call, "before", None)
+    if others is not None:
+        others.insert(0, before)
         return call
 
     def both() -> None:
-        poison()
+        before()
         call()
 
     return both
+
+
+def _poison(arrays: tuple[np.ndarray, ...]) -> None:
+    for array in arrays:
+        array.fill(POISON)
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

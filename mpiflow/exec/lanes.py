@@ -163,9 +163,10 @@ class DeviceLane(Lane):
 
     def tasks_done(self) -> int:
         """How many tasks are done; it may be one late."""
-        return self._reached()
+        return self.reached()
 
-    def _reached(self) -> int:
+    def reached(self) -> int:
+        """How many items the device has done, whether or not that has been seen."""
         return self._stream.done - self._before
 
     def behind(self, count: int) -> tuple[Stream, int]:
@@ -181,7 +182,7 @@ class DeviceLane(Lane):
     def has_news(self) -> bool:
         """Whether the first segment in flight is done, or has failed."""
         stream = self._stream
-        return stream.failure is not None or self._reached() > self.done
+        return stream.failure is not None or self.reached() > self.done
 
     def _poll(self) -> None:
         stream = self._stream
@@ -190,7 +191,7 @@ class DeviceLane(Lane):
             if isinstance(error, MpiflowError):
                 raise error
             raise Failed(task) from error
-        self._advance(self._reached())
+        self._advance(self.reached())
 
     def _advance(self, done: int) -> None:
         """So many segments are done."""
@@ -241,7 +242,7 @@ class KernelLane(DeviceLane):
 
     def tasks_done(self) -> int:
         """How many kernels are done; it may be one late."""
-        task, done = self._stream.task(), self._reached()
+        task, done = self._stream.task(), self.reached()
         before = sum(len(item.tasks) for item in self.items[:done])
         tasks = self.items[done].tasks if done < self.count else ()
         return before + next((i for i, each in enumerate(tasks) if each is task), 0)

@@ -343,9 +343,10 @@ class Session:
         task, error = failed.task, failed.__cause__
         micro = f" micro-batch {task.micro + 1}," if task.phase % 2 else ""
         what = error if isinstance(error, Finding) else f"{type(error).__name__}: {error}"
+        where = f"\n  {task.where}" if task.where else ""  # copies of several have no line
         return TaskError(
             f"{self.transport.name}: program {program.name}, step {step + 1},{micro} task"
-            f" {folded(task)} ({task.op}): {what}\n  {task.where}"
+            f" {folded(task)} ({task.op}): {what}{where}"
         )
 
     def position(self) -> Position:

@@ -6,6 +6,7 @@ from transport_contract import content, counts_of, everyone
 
 from mpiflow.errors import TaskError
 from mpiflow.exec.direct import DirectGroup, HostSide
+from mpiflow.exec.fake import FakeSide
 from mpiflow.exec.local import run_local
 from mpiflow.exec.transport import DONE, Request
 from mpiflow.plan.volume import sent_elements
@@ -26,10 +27,11 @@ def room(elements):
 @on_ranks
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 @pytest.mark.parametrize("n", [7, 1, 0])
-def test_reductions_and_what_they_send(size, reduce, n):
+@pytest.mark.parametrize("side", [HostSide, FakeSide])
+def test_reductions_and_what_they_send(size, reduce, n, side):
     def work(transport):
         host = everyone(transport)
-        group, rank = DirectGroup(host, HostSide()), transport.rank
+        group, rank = DirectGroup(host, side()), transport.rank
         all_of_it = [content(r, n) for r in range(size)]
         total = np.sum(all_of_it, 0) if reduce == "sum" else np.max(all_of_it, 0)
         buffer = all_of_it[rank].copy()

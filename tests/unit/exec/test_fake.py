@@ -21,11 +21,13 @@ from pipeline_jobs import layers
 import mpiflow.exec.session as sessions
 from mpiflow.errors import TaskError
 from mpiflow.exec import bind
-from mpiflow.exec.fake import Fake
+from mpiflow.exec.fake import Fake, FakeSide, FakeStream
+from mpiflow.exec.lanes import MessageLane
 from mpiflow.exec.segments import Segment
 from mpiflow.exec.trace import Recorder
+from mpiflow.exec.transport import DONE
 from mpiflow.ops.shape import Cast
-from mpiflow.plan.places import CUDA_MPI, STAGED
+from mpiflow.plan.places import CUDA_MPI, ROUTES, STAGED
 from mpiflow.plan.records import COMPUTE, Program, Task
 
 
@@ -177,6 +179,32 @@ def test_what_is_still_being_sent_is_not_overwritten(forget):
     )
     with pytest.raises(TaskError, match=said):
         run(plan, steps=1, readers={"train": MemoryReader(rows, 24)})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("route", ROUTES, ids="by {}".format)
+def test_events_that_the_engine_does_not_hand_to_the_device(monkeypatch, route):
+    plain = FakeStream.submit
+    monkeypatch.setattr(FakeStream, "submit", lambda stream, segment, after: plain(stream, segment))
+    with pytest.raises(TaskError, match=r"task .*: starts before .* on .* is done"):
+        run(plan_of(route=route))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("route", "first"), [(STAGED, "d2h cast.2>B on d2h"),
+                                              (CUDA_MPI, r"cast.2 on compute")])  # fmt: skip
+def test_messages_that_the_engine_starts_before_the_device_has_made_them(monkeypatch, route, first):
+    monkeypatch.setattr(MessageLane, "_blocked", lambda lane, number: None)
+    with pytest.raises(TaskError, match=f"cast.2>B .*: starts before {first} is done"):
+        run(plan_of(route=route))
+
+
+@pytest.mark.ranks(2)
+def test_sums_of_route_mpi_that_are_not_waited_for_are_not_there(monkeypatch):
+    plan = plan_of(route=CUDA_MPI)
+    summed = run(plan)
+    monkeypatch.setattr(FakeSide, "mark", lambda side: DONE)
+    assert run(plan) != summed
 
 
 def test_a_slot_of_pinned_memory_that_is_filled_too_early():
