@@ -30,8 +30,6 @@ from mpiflow.plan.verify_layout import label
 
 Turn = tuple[int, int]
 """A phase, and the segment of it; -1 for all of it."""
-Use = tuple[int, int]
-"""A stream, and the number of a firing on it."""
 
 
 class Firing(NamedTuple):
@@ -94,12 +92,8 @@ class Step:
         return maker is not None and self.looped(maker) and self.registers[name].layout[0] != B
 
     def number(self, task: int, micro: int = 0) -> int:
-        """The firing of a task for a micro-batch; 0 where it fires once, -1 the last."""
+        """Of a task's firing for a micro-batch; that is 0 where it fires once, -1 for the last."""
         return self._numbers[task][micro]
-
-    def use(self, task: int, micro: int) -> Use:
-        """The stream and the number of a firing."""
-        return self.stream[task], self._numbers[task][micro]
 
     def along(self, stream: int) -> Iterator[Firing]:
         """The firings of a stream, in its order."""
@@ -120,14 +114,13 @@ class Step:
     def label(self, number: int) -> str:
         """A firing in the user's words."""
         task = next(i for i, numbers in enumerate(self._numbers) if number in numbers)
-        micro = f" of micro-batch {self._numbers[task].index(number) + 1}" * self.looped(task)
-        return label(self.tasks[task]) + micro
+        micro = self._numbers[task].index(number) + 1
+        return label(self.tasks[task]) + f" of micro-batch {micro}" * self.looped(task)
 
     def _turns(self) -> Iterator[tuple[Turn, int]]:
         """The turns and their micro-batches, which any one segment is done of in their order."""
         phases = sorted({task.phase for task in self.tasks})
-        loop = max((phase for phase in phases if phase % 2), default=-1)
-        pipelined = loop if self.program.sequence else -1
+        pipelined = ([-1] + [p for p in phases if p % 2 and self.program.sequence])[-1]
         for stream, (_, order) in enumerate(self.program.order):
             for i in order:
                 phase, segment = self.tasks[i].phase, self.tasks[i].segment
@@ -147,10 +140,8 @@ class Step:
         for other, why, parts in arcs:
             if self.stream[other] == self.stream[i] and self.number(other) < self.number(i):
                 continue
-            if parts or (self.looped(other) and self.tasks[other].phase == task.phase):
-                yield Wait(other, why)
-            else:
-                yield Wait(other, why, fixed=self.count - 1 if self.looped(other) else 0)
+            same = parts or (self.looped(other) and self.tasks[other].phase == task.phase)
+            yield Wait(other, why, fixed=-1 if same else len(self._numbers[other]) - 1)
 
     def _add_slots(self) -> None:
         """Let what fills a slot anew in a step wait for those on other streams that used it.
@@ -173,25 +164,22 @@ class Step:
         They need nothing of their turn but what runs ahead of it. The first turn of a loop waits
         for none, unless it is of segments, whose memory others use before the loop.
         """
-        needs, beginning = self.program.needs(), set()
+        needs = self.program.needs()
+        turn = {task.name: (task.phase, task.segment) for task in self.tasks}
+        # May come before its turn: what is read, and what other stages send.
+        ahead = {t.name for t in self.tasks if t.stream in AHEAD or t.kind == RECEIVE}
+        beginning = set()
         for i, task in enumerate(self.tasks):
-            if self.looped(i) and task.kind != COMPUTE and not _runs_ahead(task):
-                others = (self.tasks[self.index[name]] for name in needs[task.name])
-                turn = task.phase, task.segment
-                if all((t.phase, t.segment) != turn or _runs_ahead(t) for t in others):
-                    beginning.add(i)
+            needed = {name for name in needs[task.name] if turn[name] == turn[task.name]}
+            apart = task.kind == COMPUTE or task.name in ahead
+            if self.looped(i) and not apart and needed <= ahead:
+                beginning.add(i)
         computed: list[tuple[int, int] | None] = []
-        before, last, phase = None, None, -1
+        last: tuple[int, int] | None = None
         compute = self.streams.index(COMPUTE) if COMPUTE in self.streams else None
-        for turn, micro in self.turns:
-            if turn[0] != phase:
-                phase, last = turn[0], before if turn[1] >= 0 else None
-            computed.append(last)
-            if compute is not None and (tasks := self.members[turn][compute]):
-                last = before = tasks[-1], micro
+        for (phase, segment), micro in self.turns:
+            within = last and (segment >= 0 or self.tasks[last[0]].phase == phase)
+            computed.append(last if within else None)
+            if compute is not None and (tasks := self.members[phase, segment][compute]):
+                last = tasks[-1], micro
         return beginning, computed
-
-
-def _runs_ahead(task: Task) -> bool:
-    """Whether it may come before its turn: what is read, and what other stages send."""
-    return task.stream in AHEAD or task.kind == RECEIVE

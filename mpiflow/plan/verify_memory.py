@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mpiflow.errors import VerifyError
-from mpiflow.plan.marked import Step, Use
+from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD, workspace_space
 from mpiflow.plan.records import WRITE, Variable
 from mpiflow.plan.seats import seats
@@ -24,8 +25,7 @@ from mpiflow.plan.walk import Order
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of a space, the firing that first writes them, and the last that use
-    them, of each stream.
+    """Bytes [start, stop) of a space, the firing that first writes them, each stream's last use.
 
     `name` and `over`, what it lies over on purpose, are of a register and the micro-batch. `alone`
     pieces share with nothing, before or after; `lasting` ones are needed until the step ends. A
@@ -37,7 +37,7 @@ class Piece:
     start: int
     stop: int
     first: int
-    uses: tuple[Use, ...]
+    uses: tuple[tuple[int, int], ...]
     name: tuple[str, int] = ("", 0)
     over: tuple[str, int] = ("", -1)
     alone: bool = False
@@ -52,18 +52,18 @@ def check_memory(variables: Iterable[Variable], step: Step) -> None:
 
 
 def _of_variables(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
-    places = {v.name: (f"variable {v.name}", v.space, v.offset, v.offset + v.nbytes)
-              for v in variables}  # fmt: skip
-    for name, place in places.items():
-        uses = _uses(step, step.users.get(name, ()))
-        yield Piece(*place, -1, uses, (name, 0), alone=True, lasting=True)
+    kept = {
+        v.name: Piece(
+            f"variable {v.name}", v.space, v.offset, v.offset + v.nbytes, -1,
+            _uses(step, step.users.get(v.name, ())), (v.name, 0), alone=True, lasting=True,
+        )
+        for v in variables
+    }  # fmt: skip
+    yield from kept.values()
     for i, task in enumerate(step.tasks):
-        for name in task.outputs:
-            if name in places:
-                yield Piece(
-                    *places[name], step.number(i), _uses(step, (i,)), over=(name, 0),
-                    alone=task.stream in AHEAD, lasting=True,
-                )  # fmt: skip
+        first, uses, ahead = step.number(i), _uses(step, (i,)), task.stream in AHEAD
+        for old in (kept[name] for name in task.outputs if name in kept):
+            yield replace(old, first=first, uses=uses, name=("", 0), over=old.name, alone=ahead)
 
 
 def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
@@ -100,11 +100,11 @@ def _of_work(step: Step) -> Iterator[Piece]:
             yield Piece(what, *span, step.number(i, micro), _uses(step, (i,), micro), alone=alone)
 
 
-def _uses(step: Step, tasks: Iterable[int], micro: int = -1) -> tuple[Use, ...]:
+def _uses(step: Step, tasks: Iterable[int], micro: int = -1) -> tuple[tuple[int, int], ...]:
     """The last firings of tasks on each stream, for one micro-batch or, with -1, all."""
     uses: dict[int, int] = {}
-    for stream, number in (step.use(i, micro) for i in tasks):
-        uses[stream] = max(uses.get(stream, -1), number)
+    for i in tasks:
+        uses[step.stream[i]] = max(uses.get(step.stream[i], -1), step.number(i, micro))
     return tuple(uses.items())
 
 
@@ -119,10 +119,9 @@ def _sweep(pieces: list[Piece], step: Step, order: Order) -> None:
         if not opens:
             del live[at]
             continue
-        for left, right in ((live[at - 1 : at], [keys[i]]), ([keys[i]], live[at : at + 1])):
-            if left and right:
-                _compare(pieces[left[0][1]], pieces[right[0][1]], step, order)
         live.insert(at, keys[i])
+        for (_, first), (_, second) in pairwise(live[max(at - 1, 0) : at + 2]):
+            _compare(pieces[first], pieces[second], step, order)
 
 
 def _compare(a: Piece, b: Piece, step: Step, order: Order) -> None:
@@ -134,20 +133,19 @@ def _compare(a: Piece, b: Piece, step: Step, order: Order) -> None:
     late = [
         number
         for stream, number in a.uses
-        if not (order.before((stream, number), b.first) or (declared and number == b.first))
+        if not (order.before(stream, number, b.first) or (declared and number == b.first))
     ]
     if not (alone or kept or late or a.first == b.first):
         return
-    writer, program = step.label(b.first), f"program {step.program.name}: "
-    shared = f"{a.what} and {b.what} share bytes {max(a.start, b.start)}..{min(a.stop, b.stop)}"
-    users = [step.label(p.first) for p in (a, b) if p.first >= 0]
+    writers = [step.label(p.first) for p in (a, b) if p.first >= 0] or ["nothing"]
+    writer, written = writers[-1], " and by ".join(writers)
     user = step.label(max(late, key=order.place.__getitem__)) if late else ""
+    shared = f"{a.what} and {b.what} share bytes {max(a.start, b.start)}..{min(a.stop, b.stop)}"
     if kept and a.what == b.what:
-        why = f"{a.what} is written by {' and by '.join(users)}; one may"
+        why = f"{a.what} is written by {written}; one may"
     elif alone:
-        keeps = (a if a.alone else b).what
-        why = (f"{shared} (written by {' and '.join(users)}), but {keeps} is in use beyond the step"
-               " and keeps its memory to itself")  # fmt: skip
+        why = (f"{shared} (written by {written}), but {(a if a.alone else b).what} is in use beyond"
+               " the step and keeps its memory to itself")  # fmt: skip
     elif a.first == b.first:
         why = f"{shared}: {writer} uses both at once"
     elif kept:
@@ -156,6 +154,6 @@ def _compare(a: Piece, b: Piece, step: Step, order: Order) -> None:
         why = (f"{a.what} may be overwritten by {writer} before {user} has read it; nothing orders"
                " the two")  # fmt: skip
     else:
-        who = "it" if user == writer else user
-        why = f"{shared}: {writer} may write {b.what} while {who} still uses {a.what}"
-    raise VerifyError(program + why)
+        user = "it" if user == writer else user
+        why = f"{shared}: {writer} may write {b.what} while {user} still uses {a.what}"
+    raise VerifyError(f"program {step.program.name}: {why}")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 from mpiflow.errors import VerifyError
-from mpiflow.plan.marked import Firing, Step, Use
+from mpiflow.plan.marked import Firing, Step
 from mpiflow.plan.records import RECEIVE, SEND
 
 Node = tuple[int, int]
@@ -63,14 +64,15 @@ class Walk:
         """
         step, done, free = self.steps[lane], self.done[lane], True
         for task, micro, why in step.before(firing):
-            stream, number = step.use(task, micro)
+            stream, number = step.stream[task], step.number(task, micro)
             if done[stream] < number:
                 yield (lane, stream), number, why
                 free = False
         if free and (lane, firing.task) in self._ends:
             self._came.add((lane, firing.number))
             other, task = self._ends[lane, firing.task]
-            stream, number = self.steps[other].use(task, firing.micro)
+            there = self.steps[other]
+            stream, number = there.stream[task], there.number(task, firing.micro)
             if self.done[other][stream] < number and (other, number) not in self._came:
                 yield (other, stream), number, "to meet it: messages are not buffered"
 
@@ -79,16 +81,13 @@ class Walk:
         heads = sorted(self._heads.items())
         arcs = {node: list(self._unmet(node[0], head)) for node, head in heads}
         circles = (circle for node in arcs if (circle := _circle(node, arcs)))
-        chain: list[tuple[str, str]] = []  # firings, of which each waits for the next, and why
+        lines = []
         for node, (other, number, why) in min(circles, key=len):
-            chain.append((self._named(node, self._heads[node].number), why))
-            if number != self._heads[other].number:
-                stream = self.steps[other[0]].streams[other[1]]
-                chain.append((self._named(other, number), f"by the order of stream {stream}"))
-        lines = [
-            f"  {name} waits for {wanted} ({why})"
-            for (name, why), (wanted, _) in zip(chain, chain[1:] + chain[:1], strict=True)
-        ]
+            name, wanted = self._named(node, self._heads[node].number), self._named(other, number)
+            lines.append(f"  {name} waits for {wanted} ({why})")
+            if number != (head := self._heads[other].number):
+                order = f"by the order of stream {self.steps[other[0]].streams[other[1]]}"
+                lines.append(f"  {wanted} waits for {self._named(other, head)} ({order})")
         text = f"{len(lines)} tasks wait for each other"
         if len(lines) > 12:
             lines[6:-5] = [f"  ... and {len(lines) - 11} more ..."]
@@ -96,8 +95,7 @@ class Walk:
 
     def _named(self, node: Node, number: int) -> str:
         step = self.steps[node[0]]
-        stage = f"stage {step.program.stage}: " if len(self.steps) > 1 else ""
-        return stage + step.label(number)
+        return f"stage {step.program.stage}: " * (len(self.steps) > 1) + step.label(number)
 
 
 def _ends(steps: Sequence[Step]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -109,23 +107,20 @@ def _ends(steps: Sequence[Step]) -> dict[tuple[int, int], tuple[int, int]]:
                 stages = step.program.stage, task.attributes["stage"]
                 ends = stages if task.kind == SEND else stages[::-1]
                 messages.setdefault((*ends, task.attributes["message"]), []).append((lane, i))
-    both = [ends for ends in messages.values() if len(ends) == 2]
-    return {ends[i]: ends[1 - i] for ends in both for i in (0, 1)}
+    return dict(pair for ends in messages.values() for pair in permutations(ends, 2))
 
 
 def _circle(start: Node, arcs: dict[Node, list[Arc]]) -> list[tuple[Node, Arc]]:
     """The shortest circle through a stream; empty where there is none."""
-    paths: dict[Node, list[tuple[Node, Arc]]] = {start: []}
-    queue = deque([start])
-    while queue:
-        node = queue.popleft()
-        for arc in arcs[node]:
-            path = [*paths[node], (node, arc)]
-            if arc[0] == start:
-                return path
-            if arc[0] not in paths:
-                paths[arc[0]] = path
-                queue.append(arc[0])
+    paths, seen = deque([(start, arc)] for arc in arcs[start]), {start}
+    while paths:
+        path = paths.popleft()
+        node = path[-1][1][0]
+        if node == start:
+            return path
+        if node not in seen:
+            seen.add(node)
+            paths.extend([*path, (node, arc)] for arc in arcs[node])
     return []
 
 
@@ -145,7 +140,7 @@ class Order:
             stream = step.stream[firing.task]
             clock = latest[stream]
             for task, micro, _ in step.before(firing):
-                other, number = step.use(task, micro)
+                other, number = step.stream[task], step.number(task, micro)
                 if other != stream and clock[other] < number:
                     merged = list(map(max, clock, self._over[number]))
                     merged[other] = number
@@ -153,9 +148,8 @@ class Order:
             latest[stream] = self._over[firing.number] = clock
             self.place[firing.number], self._stream[firing.number] = place, stream
 
-    def before(self, use: Use, firing: int) -> bool:
-        """Whether a firing is surely complete when another starts."""
-        stream, number = use
+    def before(self, stream: int, number: int, firing: int) -> bool:
+        """Whether a firing of a stream is surely complete when another firing starts."""
         if stream == self._stream[firing]:
             return number < firing
         return self._over[firing][stream] >= number

@@ -39,7 +39,7 @@ def test_a_firing_is_surely_over_exactly_if_the_loops_written_out_say_so(name):
         before = earlier(with_slots_of_reads(waits_of(unrolled), program, unrolled, index))
         some = random.Random(0).sample(sorted(numbers.items()), min(40, len(numbers)))
         for (a, use), (b, (_, number)) in product(numbers.items(), some):
-            assert order.before(use, number) == bool(before[b] >> a & 1), (a, b)
+            assert order.before(*use, number) == bool(before[b] >> a & 1), (a, b)
 
 
 def earlier(waits):

@@ -93,6 +93,13 @@ def test_reuse_too_early_names_writer_reader_and_bytes():
     )
 
 
+def test_variables_that_share_memory_are_refused():
+    plan = PLANS["dense"]
+    first, second, *others = plan.variables
+    plan = replace(plan, variables=(first, replace(second, offset=first.offset), *others))
+    assert "share bytes" in rejection(plan)
+
+
 def test_an_update_before_the_last_reader_names_both():
     plan = PLANS["sharded"]
     train = plan.program("train")
