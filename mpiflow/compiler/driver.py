@@ -1,6 +1,6 @@
 """Compile: the steps from a job to a plan, in order.
 
-trace        call the model on symbolic inputs               trace.py
+trace        call the model on symbolic inputs               graphs.py, trace.py
 check        what no single op can see                       graph/check.py
 differentiate  backward pass and updates                     differentiate.py
 precision    dtypes; 16-bit casts are made while tracing     precision.py
@@ -23,48 +23,38 @@ Evaluations take the same steps on a graph without updates, see evaluation.py.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-import numpy as np
-
-from mpiflow.compiler.account import identity, idle_ranks, quality, reading_bytes, settings
+from mpiflow.compiler.account import reading_bytes
 from mpiflow.compiler.advice import does_not_fit
 from mpiflow.compiler.again import recompute_notes, rewritten
 from mpiflow.compiler.ahead import hurried
 from mpiflow.compiler.arrange import (
-    NUMERICS,
     Observer,
     Target,
-    arenas_of,
     arrange_stages,
     priced,
-    relative_line,
     stored,
 )
+from mpiflow.compiler.assemble import assemble
 from mpiflow.compiler.attempts import Levels, Planner, cheapest
 from mpiflow.compiler.budget import Share
-from mpiflow.compiler.differentiate import differentiate
 from mpiflow.compiler.evaluation import Evaluations, averages
 from mpiflow.compiler.fit import Attempt, Limit, TooLarge, held_by_share
+from mpiflow.compiler.graphs import Graphs
 from mpiflow.compiler.lower import lower_initialise, lower_save
 from mpiflow.compiler.memory import Packed
 from mpiflow.compiler.microbatch import Timing, divide
 from mpiflow.compiler.parts import Step, make_step
-from mpiflow.compiler.precision import check_precision
 from mpiflow.compiler.recompute import NONE, Kept, Recompute, all_kept
 from mpiflow.compiler.rooms import moved
-from mpiflow.compiler.routes import route_notes
 from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import Stages, assign_stages, shares_of
-from mpiflow.compiler.trace import take_rows, trace
-from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.compiler.zero import level_note
-from mpiflow.errors import CompileError, JobError
-from mpiflow.graph.check import check
+from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.job import Job
@@ -76,7 +66,6 @@ from mpiflow.plan.records import (
     Variable,
 )
 from mpiflow.plan.verify import verify
-from mpiflow.version import __version__
 
 STEPS = (
     "trace", "check", "differentiate", "precision", "recompute", "micro-batches", "signatures",
@@ -117,7 +106,7 @@ def training_graph(job: Job, data: dict[str, DataSet], target: Target, folder: P
     compiler = _Compiler(
         job, data, target, folder, lambda data, *spans: 0, lambda step, program, result: None
     )
-    return compiler.train_graph()
+    return compiler.graphs.train()
 
 
 class _Compiler:
@@ -136,11 +125,11 @@ class _Compiler:
         self.mesh, self.inside, self.machine = target.mesh, target.inside, target.machine
         self.folder, self.cache_bytes, self.observe = folder, cache_bytes, observe
         self.notes: list[str] = []
-        self.model = ""
+        self.graphs = Graphs(self.job, data, observe, self.notes)
 
     def plan(self) -> Plan:
         count = self.job.micro_batches
-        graph = self.train_graph()
+        graph = self.graphs.train()
         self.target.pipeline.check(self.mesh, count)
         if self.target.zero:
             self.notes.append(level_note(self.target.zero, count))
@@ -292,8 +281,8 @@ class _Compiler:
             for placed, mesh in zip(train.layouts, self.inside, strict=True)
         ]
         evaluations = Evaluations(
-            self.job, self.data, self.target, partial(self._traced, training=False), self._shares,
-            self.observe, self.notes,
+            self.job, self.data, self.target, partial(self.graphs.traced, training=False),
+            self._shares, self.observe, self.notes,
         )  # fmt: skip
         evaluating = [
             step
@@ -353,68 +342,12 @@ class _Compiler:
         ]
         return [replace(program, stage=stage) for program in programs], variables
 
-    def train_graph(self) -> Graph:
-        """The graph of a training step: forward, backward and updates, for the whole batch."""
-        data = self.data["train"]
-        graph = self._traced("train", data, data.batch, training=True)
-        self.model = hashlib.sha256(str(graph).encode()).hexdigest()
-        scaled = self.job.precision == "float16"
-        self.notes += differentiate(graph, self.job.optimizer, scaled=scaled)
-        self.observe("differentiate", "train", graph)
-        check_precision(graph)
-        self.observe("precision", "train", graph)
-        return graph
-
-    def _traced(self, program: str, data: DataSet, rows: int, *, training: bool) -> Graph:
-        graph = trace(self.job, data, name=program, rows=rows, training=training)
-        self.observe("trace", program, graph)
-        by_row = take_rows(graph, rows)
-        notes = check(graph)
-        graph.drop_unread_inputs()
-        self.observe("check", program, graph)
-        if training:
-            self.notes += notes
-            self.notes += [
-                f"output {name} has a value for each row: only `mpiflow predict` gives it"
-                for name in by_row
-            ]
-        elif not graph.outputs:
-            raise JobError(f"{program}: the model gives no scalar, such as mf.mean(x)")
-        return graph
-
     def _finish(self, step: Step, packed: list[Packed]) -> Plan:
-        train, placed, graph = self.data["train"], step.placed, step.placed.graph
-        programs = tuple(program for stage in packed for program in stage.programs)
-        self.notes += dict.fromkeys(note for stage in packed for note in stage.notes)
-        ops = user_ops(programs, self.folder)
-        self.notes += dict.fromkeys(idle_ranks(programs, self.mesh))
-        self.notes += route_notes(programs, self.mesh)
-        dropped = train.rows % train.batch
-        if dropped:
-            self.notes.append(
-                f"training drops the incomplete last batch: {dropped} of {train.rows} rows an epoch"
-            )
-        plan = Plan(
-            job=self.job.name,
-            version=__version__,
-            numpy=np.__version__,
-            mesh=self.mesh,
-            device=self.target.device,
-            machine=self.machine.name,
-            overlap=self.machine.overlap,
-            layouts=quality(placed, self.target.memory),
-            numerics=NUMERICS,
-            seed=self.job.seed,
-            identity=(*identity(self.job, self.model, graph, train), *identity_section(ops)),
-            variables=tuple(v for stage in packed for v in stage.variables),
-            arenas=arenas_of(packed, self.target.device),
-            process_bytes=max(map(self._process_bytes, packed)),
-            data=tuple(self.data[name] for name in ("train", *self.job.evaluations)),
-            settings=settings(self.job, train, programs),
-            programs=programs,
-            notes=tuple(dict.fromkeys(relative_line(note, self.folder) for note in self.notes)),
-            ops=ops,
-        )
+        process_bytes = max(map(self._process_bytes, packed))
+        plan = assemble(
+            self.job, self.data, self.target, step, packed, model=self.graphs.model,
+            process_bytes=process_bytes, notes=self.notes, folder=self.folder,
+        )  # fmt: skip
         plan = priced(plan)
         self.observe("price", "all", plan)
         verify(plan)
