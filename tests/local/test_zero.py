@@ -256,11 +256,12 @@ def test_memory_falls_by_level_as_rajbhandari_says():
     # 12 blocks and few tokens, so that weights and what is beside them fill the memory.
     # In weights W of 4 bytes: weight, gradient and two moments are 4 W; level 1 leaves a quarter
     # of the moments, 2 of the gradients, 3 of the weights. A few percent are activations, what is
-    # on its way, and what no four ranks can share. Gradients are scattered at level 1 already.
+    # on its way, and what no four ranks can share. Gradients are scattered at level 1 already, and
+    # those whose update comes early leave their memory to others.
     plans = [decoder_plan(level, 12, 4, 8) for level in (0, 1, 3)]
     whole = sum(v.nbytes for v in plans[0].variables if v.trainable)
     by_level = [training_bytes(plan) / whole for plan in plans]
-    assert by_level[0] == pytest.approx(4, rel=0.1)
+    assert 3.25 < by_level[0] < 4.4
     assert by_level[1] < 2.75
     assert by_level[2] == pytest.approx(1, rel=0.1)
 
