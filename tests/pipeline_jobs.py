@@ -70,6 +70,16 @@ def weighted(batch, dtype):
     return {"loss": mf.reduce_sum(rows * weight) / mf.reduce_sum(weight)}
 
 
+def penalised(batch, dtype):
+    """A loss that takes the squares of all weights, in turn."""
+    x, penalty = mf.cast(batch["x"], dtype), 0.0
+    for i in range(4):
+        weight = nn.variable(f"weight{i}", (7, 7), nn.constant(0.1 * (i + 1)), dtype=dtype)
+        x = mf.tanh(nn.Dense(7, name=f"in{i}")(x) @ weight)
+        penalty = penalty + mf.mean(mf.square(weight))
+    return {"loss": mf.mean(mf.square(x)) + 0.1 * penalty, "penalty": penalty}
+
+
 OPTIMIZERS = {
     "sgd": mf.SGD(lr=0.05, momentum=0.9, nesterov=True, clip=1.0, weight_decay=0.01),
     "adam": mf.AdamW(mf.Cosine(0.02, warmup=3, steps=6), clip=0.5, ema=0.9),

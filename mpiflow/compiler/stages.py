@@ -232,12 +232,14 @@ class _Spread:
     def stages(self, count: int, stages: int, seconds: dict[Node, float]) -> Stages:
         """All of it; whatever nobody needs anywhere is on the last piece."""
         forward = forward_nodes(self.graph)
+        at_home = self._of_one_piece(forward)
         for node in reversed(forward):
             if node not in self.cut:
-                self.chunks[node] = self._wanted(node)
+                self.chunks[node] = at_home.get(node) or self._wanted(node)
         self._place_variables()
         led = self._follow([node for node in self.nodes if node not in set(forward)])
-        self._share([node for node in self.nodes if node not in self.cut and node not in led])
+        placed = self.cut.keys() | led | at_home.keys()
+        self._share([node for node in self.nodes if node not in placed])
         self._leave_out_unread(stages)
         spent = [0.0] * count
         for node, chunk in self.cut.items():
@@ -254,6 +256,29 @@ class _Spread:
             },
             tuple(spent),
         )
+
+    def _of_one_piece(self, forward: list[Node]) -> dict[Node, set[int]]:
+        """The chunk of scalars that are made of variables alone, and of what these are made of.
+
+        If only one chunk reads the variables otherwise: so a penalty on weights, which the loss
+        takes, sends a scalar and not the weights.
+        """
+        self._place_variables()
+        home: dict[Tensor, set[int]] = dict(self.variables)
+        found: dict[Node, set[int]] = {}
+        for node in forward:
+            if node not in self.cut and node.inputs and all(t in home for t in node.inputs):
+                where = set[int]().union(*(home[t] for t in node.inputs))
+                if len(where) == 1:
+                    home.update(dict.fromkeys(node.outputs, where))
+        wanted: set[Tensor] = set()
+        for node in reversed(forward):
+            if node in self.cut or any(tensor not in home for tensor in node.outputs):
+                continue
+            if wanted.intersection(node.outputs) or not any(t.shape for t in node.outputs):
+                found[node] = home[node.outputs[0]]
+                wanted.update(node.inputs)
+        return found
 
     def _leave_out_unread(self, stages: int) -> None:
         """Let a node that is on several stages be on those only that read what it gives.

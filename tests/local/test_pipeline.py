@@ -12,6 +12,7 @@ from pipeline_jobs import (
     branches,
     layers,
     of_stages,
+    penalised,
     plan_of,
     predicted,
     ran,
@@ -42,6 +43,8 @@ CASES = [
     Case(weighted, "model=2,stage=2", 6, "gpipe", optimizer="sgd"),
     Case(weighted, "stage=5", zero=3, optimizer="sgd", dtype="float32", precision="float16",
          forced=337),
+    Case(penalised, "stage=3", 4, optimizer="sgd"),
+    Case(penalised, "stage=2,data=2", 2, "interleaved", 2, zero=1),
     Case(layers, "stage=2,data=3+1", 4),
     Case(layers, "stage=2,data=1+3", 4, "gpipe", zero=1, optimizer="sgd"),
     Case(layers, "stage=2,data=2+1", 2, optimizer="lamb", dtype="float32", precision="float16"),
@@ -82,6 +85,18 @@ def test_memory_and_traffic_of_each_stage_are_predicted_exactly(case):
 
 
 @pytest.mark.ranks(4)
+def test_a_penalty_on_weights_sends_scalars_and_leaves_each_weight_to_one_stage():
+    plan = plan_of(Case(penalised, "stage=3", 4, optimizer="sgd"))
+    held = [name for stage in plan.stages() for name in {v.name for v in stage.variables}]
+    weights = [name for name in held if name.startswith(("weight", "in"))]
+    assert len(set(weights)) == len(weights)
+    sent = [
+        t.nbytes for s in plan.stages() for t in s.program("train").tasks
+        if t.kind == "send" and t.phase % 2 == 0
+    ]  # fmt: skip
+    assert max(sent) == 8
+
+
 def test_an_infinity_in_one_micro_batch_skips_the_step_on_all_stages():
     def build(batch):
         x = mf.tanh(nn.Dense(4, name="in")(mf.cast(batch["x"], "float32")))
