@@ -312,8 +312,10 @@ class MpiGroup(Group):
 
     def _buffer(self, array: np.ndarray, counts: tuple[int, ...] | None = None) -> list[Any]:
         # By its address, so that MPI looks at no stream of a device, and at no dtype: it knows some
-        # of NumPy's alone.
-        memory = self._mpi.memory.fromaddress(_address(array), array.nbytes)
+        # of NumPy's alone. What is empty is nowhere: its address may be that of another buffer of
+        # the call, which MPI refuses.
+        address = _address(array) if array.nbytes else 0
+        memory = self._mpi.memory.fromaddress(address, array.nbytes)
         return [memory, array.size if counts is None else list(counts), self._wire(array)]
 
     def _wire(self, array: np.ndarray) -> Any:

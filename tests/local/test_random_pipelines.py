@@ -12,6 +12,8 @@ from jobs import MemoryReader, evaluate, on_ranks
 from micro_jobs import arrays
 from pipeline_jobs import BATCH, STEPS, Measured, of_stages, plan_of, predicted, ran, random_case
 
+from mpiflow.plan.rows import FETCH, SEND
+
 STEADY = 4
 
 
@@ -56,7 +58,13 @@ def test_a_random_job_does_what_its_plan_says(seed_of_case):
     for stage, ranks in of_stages(plan, found):
         arena, sent = predicted(stage)
         assert max(rank.peak for rank in ranks) == arena
-        assert {max(step) for step in zip(*(rank.sent for rank in ranks), strict=True)} == {sent}
+        most = {max(step) for step in zip(*(rank.sent for rank in ranks), strict=True)}
+        if any(task.op in (FETCH, SEND) for task in stage.program("train").tasks):
+            assert (
+                max(most) <= sent
+            )  # rows that differ, of which the plan has the most there can be
+        else:
+            assert most == {sent}
     (alone,) = ran(case.alone)
     for ours, theirs in zip(found[0].outputs, alone.outputs, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-8)
