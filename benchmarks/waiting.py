@@ -22,6 +22,8 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from engine_overhead import Constant
+
 import mpiflow as mf
 from mpiflow import nn
 from mpiflow.compiler.arrange import Target
@@ -48,19 +50,6 @@ CASES = (
     ("data", 4, 2, (MPIFLOW, BLOCKING)),
 )
 """Axis, ranks, cores that they share, ways to wait."""
-
-
-class Constant:
-    """A reader of ones."""
-
-    reading = ""
-
-    def read(self, step, rows, out):
-        for array in out.values():
-            array.fill(1)
-
-    def describe(self, step, row):
-        return f"row {row}"
 
 
 def model(batch):
