@@ -8,7 +8,7 @@ WORLD = "from mpi4py import MPI; print('rank', MPI.COMM_WORLD.rank, 'of', MPI.CO
 def submit(slurm, folder, body, *options):
     script = folder / "job.sbatch"
     script.write_text(f"#!/bin/bash\n{body}\n")
-    return slurm.wait(slurm.sbatch(script, options=options, cwd=folder))
+    return slurm.run(script, options=options, cwd=folder)
 
 
 def test_a_batch_job_reaches_both_nodes(slurm, tmp_path):
@@ -21,6 +21,12 @@ def test_a_batch_job_reaches_both_nodes(slurm, tmp_path):
 def test_an_exit_code_comes_back(slurm, tmp_path):
     job = submit(slurm, tmp_path, "exec srun sh -c 'exit 7'")
     assert (job.state, job.exit_code) == ("FAILED", 7), job.output
+
+
+def test_a_start_that_slurm_spoilt_is_made_anew(slurm, tmp_path):
+    spoilt = "touch spoilt; echo 'slurmstepd: error: mpi/pmi2: invalid client request'; exit 1"
+    job = submit(slurm, tmp_path, f"[ -e spoilt ] && exit 0; {spoilt}")
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.output
 
 
 @pytest.mark.ranks(4)

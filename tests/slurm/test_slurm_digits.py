@@ -46,7 +46,7 @@ def make_plan(folder, ranks):
 
 
 def submit(slurm, folder, script, *arguments, options=()):
-    return slurm.wait(slurm.sbatch(script, *arguments, options=options, cwd=folder))
+    return slurm.run(script, *arguments, options=options, cwd=folder)
 
 
 def metrics_of(run):
