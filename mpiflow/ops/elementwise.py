@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import Tensor, arithmetic, is_float
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
 from mpiflow.ops.reduction import reduce_to
+from mpiflow.ops.work import clamp
 
 
 class Elementwise(Op):
@@ -188,14 +190,14 @@ class Relu(FloatElementwise):
     """max(x, 0)."""
 
     precision = "follow"
-    calls = "maximum"
     inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (apply(ReluGrad(), dys[0], outputs[0]),)
 
-    def numbers(self) -> tuple[Any, ...]:
-        return (0,)
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        (x,) = arrays
+        return partial(clamp, shard.xp, x, 0, inf, out)
 
 
 @op

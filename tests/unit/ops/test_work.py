@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpiflow.ops.work import clear_rows
+from mpiflow.ops.work import clamp, clear_rows
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -20,3 +20,14 @@ def test_rows_apart_in_memory_are_cleared_alone():
     table = np.ones((4, 6), np.float32)
     clear_rows(np, table[:, :4], np.array([False, True, False, True]))
     assert table.sum(1).tolist() == [6, 2, 6, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("low", "high"), [(0, np.inf), (-np.inf, 0), (0, 1.5)])
+def test_what_is_clamped_is_what_maximum_and_minimum_give(dtype, low, high):
+    x = np.array([-np.inf, -2, -0.0, 0, 0.5, 2, np.inf, np.nan], dtype)
+    out = np.full_like(x, 7)
+    clamp(np, x, low, high, out)
+    np.testing.assert_array_equal(out, np.minimum(np.maximum(x, low), high))
+    clamp(np, x, low, high, x)
+    np.testing.assert_array_equal(x, out)
