@@ -15,8 +15,10 @@ import numpy as np
 
 from mpiflow.compiler import highs
 from mpiflow.compiler.bounds import Table
+from mpiflow.compiler.deadends import DeadEnds
 from mpiflow.compiler.elimination import Indices, Pairs
 from mpiflow.compiler.highs import Scope
+from mpiflow.compiler.tables import Tables
 from mpiflow.errors import CompileError
 
 FORBIDDEN = "no layouts avoid all conversions that are impossible; give fewer hints"
@@ -110,6 +112,11 @@ class Problem:
     def entries(self) -> int:
         """Of all tables of costs."""
         return sum(map(len, self.costs)) + sum(table.size for table in self.pairs.values())
+
+    @cached_property
+    def known(self) -> DeadEnds:
+        """What is known of its tables, of which most have no price."""
+        return DeadEnds(Tables())
 
     @cached_property
     def parts(self) -> tuple[int, Indices, Indices]:

@@ -121,7 +121,8 @@ def budget(
     weights are let go after the forward pass, unless there is a loop over micro-batches. `shares`
     are those of pipeline stages; where there are none, a rank holds all.
     """
-    return _in_turn([_Collector(problem, scatter, again, s).budget() for s in shares or (None,)])
+    whole = _Whole(problem)
+    return _in_turn([_Collector(whole, scatter, again, s).budget() for s in shares or (None,)])
 
 
 def _in_turn(budgets: Sequence[Budget]) -> Budget:
@@ -139,17 +140,47 @@ def _in_turn(budgets: Sequence[Budget]) -> Budget:
     return Budget(tuple(held), tuple(nodes), tuple(peaks), tuple(firsts))
 
 
-class _Collector:
-    def __init__(self, problem: Problem, scatter: bool, again: bool, share: Share | None) -> None:
-        self.problem, self.scatter, self.share = problem, scatter, share
-        self.graph, self.mesh = problem.graph, problem.choices.mesh
-        self.timing = problem.choices.timing
-        self.again = again and self.timing is None
-        order = self._order()
-        self.nodes = tuple(
-            node for i in order if (node := problem.nodes[i]) in (share.nodes if share else (node,))
-        )
+class _Whole:
+    """What all shares of a problem have in common: the order of its nodes, and tables of sizes."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.timing = problem, problem.choices.timing
+        self.order = self._order()
         self.domain = {n: problem.first + i for i, n in enumerate(problem.nodes)}
+        self.kept = {*problem.graph.outputs.values(), *problem.graph.assigns.values()}
+        self.lasting = of_variables(problem.graph)
+        self.tables: dict[Any, tuple[Table, tuple[Layout, ...]]] = {}
+
+    def _order(self) -> list[Node]:
+        """About as they run: what fires once counts before the loop if it can be there, else after.
+
+        What only updates take comes behind it (`lower.in_phases`): no less counts than is held.
+        """
+        nodes = list(self.problem.nodes)
+        if self.timing is None:
+            return nodes
+        phase: dict[Tensor, int] = {}
+        phases: dict[Node, int] = {}
+        for node in nodes:
+            before = max((phase.get(tensor, 0) for tensor in node.inputs), default=0)
+            phases[node] = 1 if self.loops(node) else before + before % 2
+            phase.update(dict.fromkeys(node.outputs, phases[node]))
+        return sorted(nodes, key=phases.__getitem__)
+
+    def loops(self, node: Node) -> bool:
+        """Whether a node fires once for each micro-batch."""
+        return self.timing is not None and bool(self.timing.loops[node])
+
+
+class _Collector:
+    def __init__(self, whole: _Whole, scatter: bool, again: bool, share: Share | None) -> None:
+        self.problem, self.scatter, self.share = whole.problem, scatter, share
+        self.graph, self.mesh = self.problem.graph, self.problem.choices.mesh
+        self.timing, self._loops = whole.timing, whole.loops
+        self.again = again and self.timing is None
+        self.nodes = tuple(n for n in whole.order if share is None or n in share.nodes)
+        self.domain, self.kept, self.lasting = whole.domain, whole.kept, whole.lasting
+        self.tables = whole.tables
         looping = [at for at, node in enumerate(self.nodes) if self._loops(node)]
         self.loop = (looping[0], looping[-1]) if looping else (0, -1)
         self.turn = next((at for at in looping if is_backward(self.nodes[at])), len(self.nodes))
@@ -159,10 +190,7 @@ class _Collector:
                 found = self.readers.setdefault(tensor, [])
                 if not found or found[-1][0] != at:
                     found.append((at, operand))
-        self.kept = {*self.graph.outputs.values(), *self.graph.assigns.values()}
-        self.lasting = of_variables(self.graph)
         self.held: list[Held] = []
-        self.tables: dict[Any, tuple[Table, tuple[Layout, ...]]] = {}
 
     def budget(self) -> Budget:
         last = len(self.nodes) - 1
@@ -190,26 +218,6 @@ class _Collector:
     def _turns_read(self) -> int:
         """Where several loops use what is read, that is all micro-batches."""
         return self.timing.micro_batches if self.timing and self.timing.count > 1 else 1
-
-    def _order(self) -> list[int]:
-        """About as they run: what fires once counts before the loop if it can be there, else after.
-
-        What only updates take comes behind it (`lower.in_phases`): no less counts than is held.
-        """
-        nodes = self.problem.nodes
-        if self.timing is None:
-            return list(range(len(nodes)))
-        phase: dict[Tensor, int] = {}
-        phases = []
-        for node in nodes:
-            before = max((phase.get(tensor, 0) for tensor in node.inputs), default=0)
-            own = 1 if self._loops(node) else before + before % 2
-            phases.append(own)
-            phase.update(dict.fromkeys(node.outputs, own))
-        return sorted(range(len(nodes)), key=phases.__getitem__)
-
-    def _loops(self, node: Node) -> bool:
-        return self.timing is not None and bool(self.timing.loops[node])
 
     def _add(
         self, tensor: Tensor, what: str, scope: tuple[int, ...],

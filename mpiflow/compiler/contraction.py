@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -45,9 +46,8 @@ class _Left:
 class Contraction:
     """What is left of a problem: `core`, its costs without `total`, which all have in common."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._tables = costs.tables
-        self._dead_ends = DeadEnds(costs.tables)
+    def __init__(self, costs: Costs, dead_ends: DeadEnds | None = None) -> None:
+        self._tables, self._dead_ends = costs.tables, dead_ends or DeadEnds(costs.tables)
         self._unary = list(costs.unary)
         self._kept: list[_Kept] = [tuple(range(size)) for size in costs.sizes()]
         self._beside: list[dict[int, int]] = [{} for _ in costs.unary]
@@ -131,7 +131,7 @@ class Contraction:
 
     def _is_small(self, variable: int) -> bool:
         choices = [len(self._kept[v]) for v in (variable, *self._beside[variable])]
-        return int(np.prod(choices)) <= _LARGEST
+        return prod(choices) <= _LARGEST
 
     def _replace(self, variable: int) -> None:
         """Leave out a variable with few neighbours: they get what its best choice costs."""

@@ -80,12 +80,12 @@ def ends(
     them; none, where nothing is limited. None, where no cut keeps that and the pins.
     """
     count, size = len(seconds), len(pins) + 1
-    pinned = np.array(pins)
+    pinned, backward = np.array(pins), np.tri(size, dtype=bool)
 
     def spans(piece: int) -> Table:
         """The seconds of each span that a piece may be: it has no node pinned to another."""
         span = _between(seconds[piece])  # from a first node to the end of a piece
-        span[np.tril_indices(size)] = np.inf
+        span[backward] = np.inf
         if rooms:
             span[_between(rooms[piece].nbytes) > rooms[piece].limit] = np.inf
         others = np.concatenate(([0], np.cumsum((pinned >= 0) & (pinned != piece))))

@@ -20,7 +20,7 @@ class DeadEnds:
     """Tells the dead ends of variables by the numbers of their tables."""
 
     def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+        self.tables = tables
         self._excess_of: dict[int, Table] = {}
         self._alive_of: dict[tuple[int, ...], tuple[int, ...] | None] = {}
 
@@ -34,7 +34,7 @@ class DeadEnds:
         return self._alive_of[numbers]
 
     def _find(self, numbers: tuple[int, ...]) -> tuple[int, ...] | None:
-        size = len(self._tables[numbers[0]])
+        size = len(self.tables[numbers[0]])
         if not 1 < size <= _MANY:
             return None
         with np.errstate(invalid="ignore"):  # nan is what is infinite both ways: no dead end
@@ -48,7 +48,7 @@ class DeadEnds:
         Where both are infinite, neither is dearer.
         """
         if number not in self._excess_of:
-            table = self._tables[number]
+            table = self.tables[number]
             rows = table.reshape(len(table), -1)
             rounding = _SURE * np.abs(rows[np.isfinite(rows)]).max(initial=0.0)
             with np.errstate(invalid="ignore"):

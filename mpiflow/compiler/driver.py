@@ -55,6 +55,7 @@ from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import Stages, assign_stages, shares_of
 from mpiflow.compiler.zero import level_note
 from mpiflow.errors import CompileError
+from mpiflow.garbage import no_collection
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.job import Job
@@ -84,6 +85,7 @@ Made = tuple[Step, list[Packed]]
 """A training step with its layouts, and the programs of each pipeline stage with their memory."""
 
 
+@no_collection()
 def compile_job(
     job: Job,
     data: dict[str, DataSet],
@@ -160,8 +162,7 @@ class _Compiler:
         """What may be computed again; where there are pipeline stages, within the piece of each."""
         pieces: dict[Node, int] = {}
         if self.mesh.stages > 1:
-            stages = self._train_step(graph, self._timed(graph), None).stages
-            assert stages is not None
+            stages = self._cut(graph, self._layouts(graph, self._timed(graph), None, None))
             pieces = {n: c[0] for n, c in stages.nodes.items() if n not in graph.origins}
         all_again = self.target.pipeline.schedule == "gpipe"
         return Recompute(graph, self.machine, pieces, all_again)
@@ -308,6 +309,15 @@ class _Compiler:
         stages: Stages | None = None,
     ) -> Step:
         """A training step with the fastest layouts, or with those that keep a limit on `stages`."""
+        layouts = self._layouts(graph, timing, limit, stages)
+        if stages is None and self.mesh.stages > 1:
+            stages = self._cut(graph, layouts)
+        return self._step(layouts, timing, stages, limit.zero if limit else 0)
+
+    def _layouts(
+        self, graph: Graph, timing: Timing | None, limit: Limit | None, stages: Stages | None
+    ) -> tuple[Placed, ...]:
+        """The layouts for the ranks of each stage."""
         zero = self.target.zero or 0
 
         def chosen(inside: Mesh) -> Placed:
@@ -317,11 +327,12 @@ class _Compiler:
             self.observe("signatures", "train", placed)
             return placed
 
-        layouts = self.target.on_each(chosen)
-        if stages is None and self.mesh.stages > 1:
-            seconds = [placed.kernel_seconds() for placed in layouts]
-            stages = assign_stages(graph, seconds, self.target.pipeline.virtual)
-        return self._step(layouts, timing, stages, limit.zero if limit else zero)
+        return self.target.on_each(chosen)
+
+    def _cut(self, graph: Graph, layouts: tuple[Placed, ...]) -> Stages:
+        """The cut of a graph into pipeline stages by the seconds of its kernels."""
+        seconds = [placed.kernel_seconds() for placed in layouts]
+        return assign_stages(graph, seconds, self.target.pipeline.virtual)
 
     def _part(
         self, stage: int, train: Step, evaluations: list[Step], variables: dict[str, Variable]

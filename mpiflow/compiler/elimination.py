@@ -15,6 +15,7 @@ import numpy as np
 
 from mpiflow.compiler.bounds import Bounds, bounds
 from mpiflow.compiler.contraction import Contraction
+from mpiflow.compiler.deadends import DeadEnds
 from mpiflow.compiler.tables import Costs, Indices, Pair, Table, Tables, numbered, without_least
 from mpiflow.errors import CompileError
 
@@ -40,9 +41,13 @@ class Solution:
     lower: float
 
 
-def minimise(unary: list[Table], pairs: Pairs) -> Solution:
-    """The best choice for each variable, where pairs (a < b) have a table of costs."""
-    left = Contraction(numbered(unary, pairs))
+def minimise(unary: list[Table], pairs: Pairs, known: DeadEnds | None = None) -> Solution:
+    """The best choice for each variable, where pairs (a < b) have a table of costs.
+
+    Problems with many tables in common are solved faster if what is `known` of them is kept.
+    """
+    known = known or DeadEnds(Tables())
+    left = Contraction(numbered(unary, pairs, known.tables), known)
     order = _order(left.core, _DIRECT)
     found = _eliminate_all(left.core, order) if order is not None else _minimise_wide(left.core)
     shared = left.total

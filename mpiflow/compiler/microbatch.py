@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mpiflow.errors import CompileError
 from mpiflow.graph.graph import Graph, Node
@@ -96,6 +97,7 @@ class _Chooser:
     sbps: dict[Tensor, Sbp] = field(default_factory=dict)
     open: dict[Tensor, Node] = field(default_factory=dict)
     wanted: dict[Tensor, list[Sbp]] = field(default_factory=dict)
+    known: dict[Any, list[Signature]] = field(default_factory=dict)
 
     def choose(self) -> dict[Node, Signature]:
         self.sbps.update(dict.fromkeys(self.graph.inputs.values(), S(0)))
@@ -123,13 +125,16 @@ class _Chooser:
 
     def _signatures(self, node: Node) -> list[Signature]:
         shapes, dtypes = tuple(t.shape for t in node.inputs), tuple(t.dtype for t in node.inputs)
-        tensors = (*node.inputs, *node.outputs)
-        return [
-            _without_units(signature)
-            for signature in node.op.signatures(shapes, dtypes)
-            if all(map(self._divides, tensors, signature.inputs + signature.outputs))
-            and (_is_shared(signature) or B not in signature.outputs)
-        ]
+        key = node.op, shapes, dtypes
+        if key not in self.known:
+            tensors = (*node.inputs, *node.outputs)
+            self.known[key] = [
+                _without_units(signature)
+                for signature in node.op.signatures(shapes, dtypes)
+                if all(map(self._divides, tensors, signature.inputs + signature.outputs))
+                and (_is_shared(signature) or B not in signature.outputs)
+            ]
+        return self.known[key]
 
     def _divides(self, tensor: Tensor, sbp: Sbp) -> bool:
         return not isinstance(sbp, S) or not tensor.shape[sbp.dim] % (sbp.unit * self.parts)

@@ -109,6 +109,6 @@ def minimise_priced(problem: Problem, prices: Table) -> Solution | None:
             a, b = scope
             pairs[a, b] = pairs[a, b] + priced
     try:
-        return minimise(costs, pairs)
+        return minimise(costs, pairs, problem.known)
     except CompileError:
         return None  # HiGHS takes the problem as a whole

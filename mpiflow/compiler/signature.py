@@ -18,7 +18,6 @@ from mpiflow.compiler.cost import op_seconds
 from mpiflow.compiler.domains import Choice, Domains
 from mpiflow.compiler.elimination import Pairs, Solution, minimise
 from mpiflow.compiler.fit import Limit, cheapest_within
-from mpiflow.compiler.garbage import no_collection
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.microbatch import Timing
 from mpiflow.compiler.owners import (
@@ -29,6 +28,7 @@ from mpiflow.compiler.owners import (
     owner_axes,
 )
 from mpiflow.compiler.zero import split_variables
+from mpiflow.garbage import no_collection
 from mpiflow.graph.graph import Graph, Node
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import B, Layout, layout_text

@@ -237,7 +237,8 @@ class _Spread:
             if node not in self.cut:
                 self.chunks[node] = at_home.get(node) or self._wanted(node)
         self._place_variables()
-        led = self._follow([node for node in self.nodes if node not in set(forward)])
+        ahead = set(forward)
+        led = self._follow([node for node in self.nodes if node not in ahead])
         placed = self.cut.keys() | led | at_home.keys()
         self._share([node for node in self.nodes if node not in placed])
         self._leave_out_unread(stages)

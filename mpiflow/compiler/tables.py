@@ -96,9 +96,9 @@ class Costs:
         return Costs(self.tables, unary, pairs)
 
 
-def numbered(unary: list[Table], pairs: dict[Pair, Table]) -> Costs:
-    """The costs with numbers for their tables, pairs in order."""
-    tables = Tables()
+def numbered(unary: list[Table], pairs: dict[Pair, Table], tables: Tables | None = None) -> Costs:
+    """The costs with numbers for their tables, among those that are known; pairs in order."""
+    tables = tables or Tables()
     costs = [tables.number(np.asarray(cost, np.float64)) for cost in unary]
     return Costs(
         tables, costs, {p: tables.number(np.asarray(pairs[p], np.float64)) for p in sorted(pairs)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mpiflow.garbage import no_collection
 from mpiflow.plan.peak import Peak, peak
 from mpiflow.plan.places import HOST, PINNED
 from mpiflow.plan.records import Plan
@@ -19,6 +20,7 @@ _HEADS = {
 """Shorter names of classes, for the heads of columns."""
 
 
+@no_collection()
 def peaks(plan: Plan) -> tuple[Peak, ...]:
     """The fullest moment of each stage; of the one there is, without stages."""
     return tuple(map(peak, plan.stages()))

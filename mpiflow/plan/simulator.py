@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from mpiflow.errors import PlanError
+from mpiflow.garbage import no_collection
 from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD, FEED
 from mpiflow.plan.records import READ, WRITE, Plan, Task
@@ -123,17 +125,19 @@ class Record:
         run = self.runs.runs[number]
         lane, stream = self.runs.streams[run.stream]
         many = len(self.runs.lanes) > 1
-        start = self.starts[step][number]
         prefix = f"{self.runs.lanes[lane].label}: " if many else ""
         stream = f"{stream}@{lane}" if many else stream
-        begin = start
         micro_batches = self.runs.program(run).micro_batches
-        for task, length in zip(self.runs.tasks(run), self.seconds[number], strict=True):
-            stop = start + length
+        times = self.times(number, step)
+        for task, (start, stop) in zip(self.runs.tasks(run), times, strict=True):
             looped = micro_batches > 1 and task.phase % 2
             name = f"{prefix}{task.name}#{run.micro}" if looped else f"{prefix}{task.name}"
-            yield task, Event(name, stream, begin, stop, step)
-            begin = stop
+            yield task, Event(name, stream, start, stop, step)
+
+    def times(self, number: int, step: int) -> Iterator[tuple[float, float]]:
+        """When each task of a run starts and stops."""
+        start = self.starts[step][number]
+        return pairwise((start, *(start + length for length in self.seconds[number])))
 
 
 def stream_kind(stream: str) -> str:
@@ -141,6 +145,7 @@ def stream_kind(stream: str) -> str:
     return stream.partition("@")[0].partition(".")[0]
 
 
+@no_collection()
 def simulate(
     plan: Plan,
     program: str = "train",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mpiflow.errors import PlanError, SbpError, UsageError
+from mpiflow.garbage import no_collection
 from mpiflow.graph.mesh import Mesh, parse_mesh
 from mpiflow.graph.sbp import Layout, layout_text, parse_layout
 from mpiflow.plan.records import FORMAT, Plan
@@ -109,6 +110,7 @@ def load(path: str | os.PathLike[str], *, version: str = "") -> Plan:
     return loads(content, name=str(path), version=version)
 
 
+@no_collection()
 def loads(content: bytes, *, name: str = "the plan", version: str = "") -> Plan:
     """`load` for the bytes of a plan file; `name` is what messages call it."""
     try:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
+from mpiflow.garbage import no_collection
 from mpiflow.graph.sbp import layout_text
 from mpiflow.plan.places import arena_names
 from mpiflow.plan.records import DataSet, Layouts, Plan, Program, Register, Task
@@ -14,7 +15,7 @@ from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.store import canonical, content_digest, program_digest
 from mpiflow.plan.traffic import most_sent
-from mpiflow.plan.unroll import ENOUGH, folded, unroll
+from mpiflow.plan.unroll import ENOUGH
 
 _WIDTH = 120  # characters of a line
 _LEAST = 60  # of which the operands of a task get these at least
@@ -91,6 +92,7 @@ def collectives(tasks: Iterable[Task], micro_batches: int = 1) -> list[dict[str,
     ]
 
 
+@no_collection()
 def show(plan: Plan) -> str:
     """The plan, one line an item; tasks in the order in which they are predicted to start."""
     lines = [*_header(plan)]
@@ -204,11 +206,14 @@ def _program(plan: Plan, program: Program) -> list[str]:
 
 def _in_order(plan: Plan, program: Program) -> list[Task]:
     """The tasks as they are predicted to start, those of a loop as in its first turn."""
-    firings = {task.name: task for task in unroll(program, ENOUGH).tasks}
-    events = simulate(plan, program.name, 1, micro_batches=ENOUGH).events
-    started = [firings[event.task] for event in events]
-    tasks = {task.name: task for task in program.tasks}
-    ordered = (tasks[folded(t)] for t in started if not t.micro)
+    record = simulate(plan, program.name, 1, micro_batches=ENOUGH).record
+    started = [
+        (event.start, event.stop, task)
+        for number in record.runs.order
+        if not record.runs.runs[number].micro
+        for task, event in record.firings(number, 0)
+    ]
+    ordered = [task for *_, task in sorted(started, key=lambda each: each[:2])]
     return sorted(ordered, key=lambda t: (t.phase, t.segment))
 
 

@@ -50,10 +50,12 @@ def _drawn(
     for step in range(len(simulation.ends)) if scale else ():
         for number in record.runs.order:
             stream = record.runs.runs[number].stream
-            for _, event in record.firings(number, step) if stream in cells else ():
-                if event.stop > begin and event.start < end:
-                    first = max(0, floor((event.start - begin) * scale + 1e-9))
-                    last = min(width, max(first + 1, floor((event.stop - begin) * scale + 1e-9)))
+            if stream not in cells:
+                continue
+            for start, stop in record.times(number, step):
+                if stop > begin and start < end:
+                    first = max(0, floor((start - begin) * scale + 1e-9))
+                    last = min(width, max(first + 1, floor((stop - begin) * scale + 1e-9)))
                     cells[stream][first:last] = str(step % 10) * (last - first)
     return cells
 

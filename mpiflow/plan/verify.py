@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from mpiflow.errors import VerifyError
+from mpiflow.garbage import no_collection
 from mpiflow.graph.sbp import Broadcast, Partial, layout_text
 from mpiflow.plan.marked import Step
 from mpiflow.plan.places import AHEAD, D2H, FEED, H2D, workspace_space
@@ -43,6 +44,7 @@ _OTHERS = ("collective", SEND, RECEIVE)
 _CHANGING = ("initialise", "train")
 
 
+@no_collection()
 def verify(plan: Plan) -> None:
     """Prove the plan; VerifyError with the smallest counter-example where that fails."""
     check_routes(plan)

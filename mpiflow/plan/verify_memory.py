@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from mpiflow.errors import VerifyError
 from mpiflow.plan.marked import Step
@@ -23,8 +23,7 @@ from mpiflow.plan.verify_layout import label
 from mpiflow.plan.walk import Order
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes [start, stop) of a space, the firing that first writes them, each stream's last use.
 
     `name` and `over`, what it lies over on purpose, are of a register and the micro-batch. `alone`
@@ -63,7 +62,7 @@ def _of_variables(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:
     for i, task in enumerate(step.tasks):
         first, uses, ahead = step.number(i), _uses(step, (i,)), task.stream in AHEAD
         for old in (kept[name] for name in task.outputs if name in kept):
-            yield replace(old, first=first, uses=uses, name=("", 0), over=old.name, alone=ahead)
+            yield old._replace(first=first, uses=uses, name=("", 0), over=old.name, alone=ahead)
 
 
 def _of_registers(variables: Iterable[Variable], step: Step) -> Iterator[Piece]:

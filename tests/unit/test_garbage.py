@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from mpiflow.compiler.garbage import no_collection
+from mpiflow.garbage import no_collection
 
 
 def test_collection_is_as_it_was_after_work_that_paused_it_also_within_other_such_work():
