@@ -24,10 +24,10 @@ def rows(words=WORDS, users=USERS, steps=STEPS, seed=0):
     }
 
 
-def regression(optimizer, *, sparse=None, split=None, tied=False, dtype="float64", sizes=TABLES,
-               width=WIDTH, **job):  # fmt: skip
+def regression(optimizer, *, sparse=None, split=None, axis="model", tied=False, dtype="float64",
+               sizes=TABLES, width=WIDTH, **job):  # fmt: skip
     """A table that is looked up twice, another once, and a dense layer on top."""
-    sbp = {"model": split} if split else None
+    sbp = {axis: split} if split else None
     words, users = (
         nn.Embedding(rows, width, name=name.partition(".")[0], dtype=dtype, sbp=sbp, sparse=sparse,
                      init=nn.uniform(1.0))

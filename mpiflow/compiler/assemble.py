@@ -38,7 +38,7 @@ def assemble(
     notes += dict.fromkeys(note for stage in packed for note in stage.notes)
     ops = user_ops(programs, folder)
     notes += dict.fromkeys(idle_ranks(programs, target.mesh))
-    notes += route_notes(programs, target.mesh)
+    notes += route_notes(programs, target.mesh, target.route)
     dropped = train.rows % train.batch
     if dropped:
         notes.append(

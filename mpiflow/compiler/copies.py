@@ -23,7 +23,8 @@ from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.op import REGISTRY, Op, build_op
 from mpiflow.graph.sbp import B
 from mpiflow.plan.exchange import summed_bytes
-from mpiflow.plan.places import CUDA_MPI, D2H, FEED, H2D, PINNED, STAGED
+from mpiflow.plan.pieces import is_strided
+from mpiflow.plan.places import CUDA_MPI, D2H, FEED, H2D, NCCL, PINNED, STAGED
 from mpiflow.plan.records import (
     READ,
     RECEIVE,
@@ -33,6 +34,7 @@ from mpiflow.plan.records import (
     Register,
     Task,
     Variable,
+    host_stream,
     in_time,
 )
 from mpiflow.plan.rows import ROW_KINDS
@@ -55,8 +57,8 @@ def with_copies(
 ) -> Program:
     """The program for accelerators whose ranks reach one another by `route`.
 
-    `mesh` is that of the program's layouts. Rows whose number is known only in the step are staged
-    whatever the route.
+    `mesh` is that of the program's layouts. Rows whose number is known only in the step, and parts
+    of arrays that are no run of memory, are staged whatever the route.
     """
     return _Copying(program, in_time(variables, mesh), mesh, machine, route).copied()
 
@@ -114,7 +116,10 @@ class _Copying:
     def _is_staged(self, task: Task) -> bool:
         if task.kind not in _BETWEEN_RANKS:
             return False
-        return self.route == STAGED or task.op in ROW_KINDS
+        if self.route == STAGED or task.op in ROW_KINDS:
+            return True
+        register = self.registers[(*task.inputs, *task.outputs)[0]]
+        return is_strided(task, register, self.mesh)
 
     def _task(self, task: Task) -> None:
         if task.kind == READ:
@@ -127,7 +132,11 @@ class _Copying:
         elif self._is_staged(task):
             inputs = self._on_host(task.inputs, task)
             outputs = tuple(self._pin(name, result=True) for name in task.outputs)
-            self.tasks.append(replace(task, inputs=inputs, outputs=outputs, route=STAGED))
+            # What devices start themselves, and what the host does, have no order in common.
+            stream = host_stream(task.stream) if self.route == NCCL else task.stream
+            self.tasks.append(
+                replace(task, inputs=inputs, outputs=outputs, route=STAGED, stream=stream)
+            )
             self._to_device(task, [n for n in task.outputs if n in self.on_device], H2D)
         elif task.kind in _BETWEEN_RANKS:
             self.tasks.append(self._direct(task))

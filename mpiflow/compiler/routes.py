@@ -15,10 +15,14 @@ from mpiflow.compiler.machine import Machine
 from mpiflow.errors import UsageError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.plan.places import ACCELERATOR, D2H, H2D, HOST, NCCL, ROUTES, STAGED
-from mpiflow.plan.records import Program, Register, Task
+from mpiflow.plan.records import RECEIVE, SEND, Program, Register, Task
 from mpiflow.plan.rows import FETCH, ROW_KINDS
 from mpiflow.plan.slice import RankPlan, parts_of
 
+_STRIDED = {
+    SEND: "messages to stages of other ranks, of parts that are no run of memory: staged",
+    RECEIVE: "messages from stages of other ranks, of parts that are no run of memory: staged",
+}
 DEVICES = {"cpu": HOST, "fake": ACCELERATOR, "cuda": ACCELERATOR}
 """What --device names: the kinds that plans are made for."""
 
@@ -46,7 +50,7 @@ def choose_route(device: str, route: str | None, machine: Machine) -> str:
     return route
 
 
-def route_notes(programs: Iterable[Program], whole: Mesh) -> Iterator[str]:
+def route_notes(programs: Iterable[Program], whole: Mesh, route: str) -> Iterator[str]:
     """What is not done as the plan's route would have it, and its price in a training step."""
     groups: dict[str, list[float]] = defaultdict(list)
     for program in programs:
@@ -58,6 +62,10 @@ def route_notes(programs: Iterable[Program], whole: Mesh) -> Iterator[str]:
             times = program.micro_batches if task.phase % 2 else 1
             if task.route == NCCL and (what := _grouped(task, registers, mesh)):
                 groups[what] += [task.seconds] * times
+            elif task.kind in (SEND, RECEIVE) and task.route != route:
+                copies = sum(copy.seconds for copy in _beside(task, program))
+                sent = task.seconds if task.kind == SEND else 0.0  # which its receive is too
+                groups[_STRIDED[task.kind]] += [sent + copies] * times
             elif task.op in ROW_KINDS and task.route == STAGED:
                 beside = _beside(task, program)
                 seconds = task.seconds + sum(copy.seconds for copy in beside)

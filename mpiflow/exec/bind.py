@@ -169,15 +169,15 @@ class Binder:
             return KernelLane(stream, items, segments)
         tasks = [item.tasks[0] for item in items]
         after = tuple(self._after(task) for task in tasks)
-        route = tasks[0].route
-        if tasks[0].kind in (H2D, D2H) or route == NCCL:
+        routes = {task.route for task in tasks}
+        if tasks[0].kind in (H2D, D2H) or NCCL in routes:
             segments = tuple(self._copies_or_message(item, views) for item in items)
             kind = FeedLane if stream == FEED else DeviceLane
             lane = kind(stream, items, segments)
             lane.after = list(after)
             return lane
         messages = tuple(self._message(task, views) for task in tasks)
-        polled = self.polled or route == CUDA_MPI  # what the device does for it wakes nobody
+        polled = self.polled or CUDA_MPI in routes  # what the device does for it wakes nobody
         return MessageLane(stream, items, messages, after, polled=polled)
 
     def _segment(self, item: Item, views: dict[str, np.ndarray]) -> Segment:

@@ -95,8 +95,8 @@ class InHostMemory:
     """What devices whose arrays are NumPy's have in common."""
 
     def group(self, transport: Transport, group: Group, members: tuple[int, ...]) -> Group:
-        """That of the host."""
-        return group
+        """One of its own: what devices start has an order of its own beside that of the host."""
+        return transport.group(members, group.label)
 
     def links(
         self,
@@ -105,8 +105,8 @@ class InHostMemory:
         stages: Sequence[int],
         links: Sequence[tuple[int, int]],
     ) -> Group:
-        """That of the host."""
-        return group
+        """One of its own, of all ranks."""
+        return transport.group(tuple(range(transport.size)), group.label)
 
     def direct(self, group: Group) -> Group:
         """The same messages and sums as between devices."""

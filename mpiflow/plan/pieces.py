@@ -54,6 +54,28 @@ def most_pieces(task: Task, register: Register, mesh: Mesh) -> int:
     return messages_of_one(all_pieces(task, register, mesh))
 
 
+def is_strided(task: Task, register: Register, mesh: Mesh) -> bool:
+    """Whether anybody sends or receives a piece that does not lie in one run of its shard."""
+    if not is_in_pieces(task):
+        return False
+    source, source_mesh, target, target_mesh = _sides(task, register, mesh)[1:]
+    return any(
+        not _is_run(piece.box, shard_box(register.shape, layout, of.sizes, of.coordinates(place)))
+        for piece in all_pieces(task, register, mesh)
+        for layout, of, place in (
+            (source, source_mesh, piece.sender),
+            (target, target_mesh, piece.receiver),
+        )
+    )
+
+
+def _is_run(box: Box, base: Box) -> bool:
+    """Whether a part of an array, in row-major order, has its elements side by side."""
+    sizes, whole = box_shape(box), box_shape(base)
+    cut = [dim for dim in range(len(sizes)) if sizes[dim] < whole[dim]]
+    return not cut or prod(sizes[: cut[-1]]) == 1
+
+
 def all_pieces(task: Task, register: Register, mesh: Mesh) -> tuple[Piece, ...]:
     """What all ranks send each other in a message between stages of different ranks."""
     return pieces_between(*_sides(task, register, mesh))

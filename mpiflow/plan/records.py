@@ -43,6 +43,11 @@ def communication_stream(axis: str) -> str:
     return f"comm.{axis}"
 
 
+def host_stream(stream: str) -> str:
+    """The stream of what the host has to start itself beside a stream of the device."""
+    return f"{stream}.host"
+
+
 @dataclass(frozen=True, slots=True)
 class Register:
     """Memory of one tensor: `slots` buffers of `nbytes` each, side by side from `offset`.

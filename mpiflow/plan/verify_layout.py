@@ -22,7 +22,7 @@ from mpiflow.errors import PlanError, VerifyError
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Broadcast, Layout, Partial, S, Sbp, layout_text
 from mpiflow.plan.exchange import exchange_axes, packing_bytes, staging_bytes
-from mpiflow.plan.records import Register, Task, Variable, communication_stream
+from mpiflow.plan.records import Register, Task, Variable, communication_stream, host_stream
 from mpiflow.plan.rows import ROW_KINDS, check_rows
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.volume import KINDS
@@ -102,10 +102,11 @@ def check_collective(task: Task, tensors: dict[str, Register], mesh: Mesh, conte
             f"{what} runs along axis {task.axis!r}, the mesh is {mesh}; several axes are named"
             " once each, outermost first"
         )
-    if task.stream != communication_stream(task.axis):
+    own = communication_stream(task.axis)
+    if task.stream not in (own, host_stream(own)):
         raise VerifyError(
             f"{what} along axis {task.axis} is on stream {task.stream}: its members would not "
-            f"all call it in the same order as the others of {communication_stream(task.axis)}"
+            f"all call it in the same order as the others of {own}"
         )
     if task.op in ROW_KINDS:
         check_rows(task, tensors, mesh, what)

@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mpiflow.errors import VerifyError
+from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import layout_text
 from mpiflow.plan.exchange import summed_bytes
+from mpiflow.plan.pieces import is_strided
 from mpiflow.plan.places import (
     ACCELERATOR,
     CUDA_MPI,
@@ -68,11 +70,14 @@ def check_places(plan: Plan, program: Program, context: str) -> None:
         if task.kind in _COPIES:
             _check_copy(task, tensors, makers, what)
         _check_route(task, what)
+        if task.kind in (SEND, RECEIVE) and task.route != STAGED:
+            _check_runs(task, tensors, plan.mesh_of(program), what)
         if task.route == CUDA_MPI:
             _check_received(task, summed_bytes(task, tensors, plan.mesh_of(program)), what)
         source, target = _spaces(task)
         _check_spaces(task.inputs, source, "takes", tensors, what)
         _check_spaces(task.outputs, target, "gives", tensors, what)
+    _check_streams(program, context)
     _check_spaces(
         (o.register for o in program.outputs), PINNED, "gives", tensors, f"{context}: the step"
     )
@@ -138,6 +143,29 @@ def _check_route(task: Task, what: str) -> None:
             f"{what} has route {task.route}; how many rows travel is known in the step, on the"
             f" host, so its route is {STAGED}"
         )
+
+
+def _check_runs(task: Task, tensors: dict[str, Register], mesh: Mesh, what: str) -> None:
+    """What goes from device to device is a run of memory."""
+    register = tensors[(*task.inputs, *task.outputs)[0]]
+    if is_strided(task, register, mesh):
+        raise VerifyError(
+            f"{what} has route {task.route}, and moves parts of {register.name} that do not lie"
+            f" side by side; only {STAGED} can"
+        )
+
+
+def _check_streams(program: Program, context: str) -> None:
+    """A stream is gone through by the device, or by the host."""
+    first: dict[str, Task] = {}
+    for task in program.tasks:
+        before = first.setdefault(task.stream, task)
+        if (task.route == NCCL) != (before.route == NCCL):
+            raise VerifyError(
+                f"{context}: {label(before)} and {label(task)} are both on stream {task.stream},"
+                f" one of route {before.route}, one of {task.route}: devices start what goes by"
+                f" {NCCL} themselves, so it has a stream of its own"
+            )
 
 
 def _check_received(task: Task, needed: int, what: str) -> None:

@@ -134,6 +134,11 @@ def _check_messages(plan: Plan, programs: list[Program]) -> None:
                 f" {task.nbytes} bytes, {label(received)} of phase {received.phase} and"
                 f" {received.nbytes} bytes"
             )
+        if task.route != received.route:
+            raise VerifyError(
+                f"program {program.name}: {label(task)} goes by route {task.route!r},"
+                f" {label(received)} waits for it by route {received.route!r}"
+            )
 
 
 def _check_end(plan: Plan, program: Program, task: Task, here: Register, there: Register) -> None:

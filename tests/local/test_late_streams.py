@@ -1,4 +1,4 @@
-"""Eleven plans on the fake device: in any order of its streams they give the bits of the CPU, and
+"""Thirteen plans on the fake device: in any order of its streams they give the bits of the CPU, and
 whatever is taken away from their synchronisation is found.
 
 `--seeds 50` runs each in so many orders, and plants as many faults of each kind, if there are any.
@@ -20,6 +20,7 @@ from pipeline_jobs import plan_of as cached_plan
 
 import mpiflow as mf
 import mpiflow.exec.session as sessions
+from mpiflow.compiler import signature
 from mpiflow.errors import TaskError
 from mpiflow.exec import bind
 from mpiflow.plan.places import D2H, FEED, H2D, NCCL, ROUTES
@@ -41,6 +42,13 @@ def cut(mesh):
     return pipeline_plan(Case(partial(masked), mesh, 4))
 
 
+def by_owner(mesh):
+    """Rows that travel as many as there are, between collectives of a known size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signature, "message_seconds", lambda *a: -5e-6)  # whatever it costs
+        return table_jobs.plan_of(mf.SGD(0.1), mesh, sparse=True, split=mf.S(0), axis="data")
+
+
 pipeline_plan = cached_plan.__wrapped__
 """Its cache does not tell routes apart."""
 PLANS = {
@@ -54,7 +62,9 @@ PLANS = {
     "interleaved": lambda: pipeline_plan(Case(layers, "stage=2", 4, "interleaved", 2)),
     "zero-bubble": lambda: pipeline_plan(Case(tied, "stage=2", 4, "zero-bubble")),
     "unequal": lambda: pipeline_plan(Case(branches, "stage=2,data=1+2", 2)),
+    "strided": lambda: pipeline_plan(Case(tied, "stage=2,data=2,model=1+2", 2)),
     "tables": lambda: table_jobs.plan_of(mf.Adagrad(0.1), "data=2", split=mf.S(0)),
+    "rows by owner": lambda: by_owner("data=2"),
 }
 
 
@@ -68,7 +78,7 @@ def plan_of(name, route=""):
 
 
 def readers(name, plan):
-    if name == "tables":
+    if name in ("tables", "rows by owner"):
         return {"train": MemoryReader(table_jobs.rows(), table_jobs.BATCH)}
     if plan.dataset("train").batch == BATCH:
         return {d.name: MemoryReader(arrays(BATCH), BATCH) for d in plan.data}

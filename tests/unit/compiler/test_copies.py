@@ -302,3 +302,43 @@ def test_the_command_line_plans_for_cuda_where_there_is_none(capsys):
 def test_what_cannot_be_meant_is_said(options, says, capsys):
     assert main(["plan", str(DECLARED), "--ranks", "2", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def strided():
+    """Stages of which one splits columns, and the other rows."""
+    mesh = "stage=2,data=2,model=1+2"
+    return compile_arrays(mesh, job(partial(tied, dtype="float32"), 24, 2), arrays(24), route=NCCL)
+
+
+def test_parts_that_are_no_run_of_memory_are_staged_whatever_the_route_and_a_note_says_so(strided):
+    messages = [
+        (t.kind, t.stream.endswith(".host"))
+        for p in strided.programs for t in p.tasks
+        if t.kind in ("send", "receive") and t.route == STAGED
+    ]  # fmt: skip
+    assert {kind for kind, _ in messages} == {"send", "receive"}
+    assert all(beside for _, beside in messages)
+    assert any("no run of memory: staged" in note for note in strided.notes)
+
+
+def test_parts_that_are_no_run_of_memory_are_refused_by_another_route(strided):
+    program = next(p for p in strided.programs if (p.name, p.stage) == ("train", 0))
+    at = next(i for i, t in enumerate(program.tasks) if t.kind == "send" and t.route == STAGED)
+    with pytest.raises(VerifyError, match="do not lie side by side; only staged can"):
+        verify(with_program(strided, program, with_task(program, at, route=NCCL)))
+
+
+def test_what_the_host_starts_is_refused_on_a_stream_of_the_device(strided):
+    program = next(p for p in strided.programs if (p.name, p.stage) == ("train", 0))
+    (host,) = {t.stream for t in program.tasks if t.kind == "send" and t.route == STAGED}
+    stream = host.removesuffix(".host")
+    mixed = replace(
+        program,
+        tasks=tuple(replace(t, stream=stream if t.stream == host else t.stream)
+                    for t in program.tasks),
+        order=tuple((s, o + dict(program.order)[host] if s == stream else o)
+                    for s, o in program.order if s != host),
+    )  # fmt: skip
+    with pytest.raises(VerifyError, match=f"both on stream {stream}, one of route nccl"):
+        verify(with_program(strided, program, mixed))
