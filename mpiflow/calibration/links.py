@@ -13,7 +13,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,8 +23,6 @@ from mpiflow.calibration.fit import Fit, fit_curve, fit_line
 from mpiflow.calibration.messages import bind_train, without_answer
 from mpiflow.compiler.machine import Link, Measured
 from mpiflow.errors import TaskError
-from mpiflow.exec.engine import LONGEST_SLEEP_SECONDS, Bell
-from mpiflow.exec.segments import HostStream, Segment
 from mpiflow.exec.transport import Group, Start, Transport
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -34,13 +31,9 @@ SIZES = tuple(8 << 3 * i for i in range(8)) + (64 << 20,)
 MESSAGE = "message"
 """The kind of a series of messages from one rank to another."""
 QUICK_SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-_TURNS, _MOST_ROUNDS = 5, 20
+TURNS, _MOST_ROUNDS = 5, 20
 _SWEEP_SECONDS = 0.03
 """What the calls of one size may take in a sweep, if more than one round fits."""
-_OVERLAP_BYTES = 8 << 20
-_MOST_KERNELS = 10_000
-_HIDDEN = 0.5
-"""From which part on messages count as hidden."""
 _FEWEST_SWEEPS, _MOST_SWEEPS = 2, 10
 
 
@@ -104,7 +97,7 @@ def _series(
     transport: Transport, group: Group, kind: str, members: int, sizes: Sequence[int]
 ) -> Series:
     """Collective. A collective by size."""
-    starts = [_bind(group, kind, nbytes) for nbytes in sizes]
+    starts = [bind_collective(group, kind, nbytes) for nbytes in sizes]
     least = _least([partial(_time, transport, group, start) for start in starts])
     return Series(kind, members, tuple(sizes), tuple(least))
 
@@ -115,7 +108,7 @@ def _messages(transport: Transport, group: Group, sizes: Sequence[int]) -> Serie
 
     def together(train: Callable[[], float]) -> float:
         transport.barrier().wait(transport.check)
-        return statistics.median(t for t in _everyone(transport, train()) if t)
+        return statistics.median(t for t in everyone(transport, train()) if t)
 
     least = _least([partial(together, train) for train in trains])
     return Series(MESSAGE, 2, tuple(sizes), tuple(without_answer(least)))
@@ -143,91 +136,30 @@ def _rises(seconds: Sequence[float]) -> bool:
 
 def _time(transport: Transport, group: Group, start: Start) -> float:
     """Collective. The median seconds of the calmest of some rounds, the median over ranks."""
-    slowest = max(_everyone(transport, _round(transport, start)))
-    rounds = min(max(int(_SWEEP_SECONDS / _TURNS / slowest), 1), _MOST_ROUNDS)
-    calmest = min(_round(transport, start) for _ in range(rounds))
-    waited = _everyone(transport, calmest if group.size > 1 else 0.0)
+    slowest = max(everyone(transport, time_round(transport, start)))
+    rounds = min(max(int(_SWEEP_SECONDS / TURNS / slowest), 1), _MOST_ROUNDS)
+    calmest = min(time_round(transport, start) for _ in range(rounds))
+    waited = everyone(transport, calmest if group.size > 1 else 0.0)
     return statistics.median(t for t in waited if t)
 
 
-def measure_overlap(transport: Transport, hosts: Sequence[Sequence[int]]) -> bool:
-    """Collective. Whether an all_reduce hides beside kernels; between hosts, if there are several.
-
-    As in a step, kernels run on a thread of their own, and this one looks at the message at times.
-    Hidden is what both take alone less what they take side by side, as part of what is shorter.
-    """
-    ways = partitions(hosts)
-    way = (ways["outer"] or ways["inner"])[0]
-    members = next(group for group in way if transport.rank in group)
-    group = transport.group(tuple(members), "calibrate overlap")
-    start = _bind(group, "all_reduce", _OVERLAP_BYTES)
-    alone = max(_everyone(transport, _round(transport, start)))
-    beside = Beside(transport)
-    try:
-        hidden = beside.hidden(start, alone)
-    finally:
-        beside.close()
-    everyone = _everyone(transport, hidden if group.size > 1 else 1.0)
-    return min(everyone) > _HIDDEN
-
-
-class Beside:
-    """Kernels on a stream, and a message that is looked at while they run."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport, self.rank = transport, transport.rank
-        self._bell = Bell()
-        self._stream = HostStream("calibrate", nullcontext, self._bell.ring)
-        matrix = np.full((256, 256), 0.5, np.float32)
-        self._kernel = partial(np.matmul, matrix, matrix, out=np.empty_like(matrix))
-
-    def hidden(self, start: Start, seconds: float) -> float:
-        """Collective. What part is hidden of a message that takes about so long alone."""
-        count = math.ceil(2 * seconds / max(min(map(self._once, range(_TURNS))), 1e-6))
-        most = round(max(_everyone(self._transport, count)))
-        calls = (self._kernel,) * min(most, _MOST_KERNELS)
-        ways = ((calls, None), ((), start), (calls, start))
-        turns = [[self._took(*way) for way in ways] for _ in range(_TURNS)]
-        kernels, alone, both = map(statistics.median, zip(*turns, strict=True))
-        return (kernels + alone - both) / min(kernels, alone)
-
-    def _once(self, _turn: int) -> float:
-        """The seconds of a kernel."""
-        began = time.perf_counter()
-        self._kernel()
-        return time.perf_counter() - began
-
-    def _took(self, kernels: tuple[Callable[[], object], ...], start: Start | None) -> float:
-        """Collective. The seconds of the kernels, and of the message beside them."""
-        self._transport.barrier().wait(self._transport.check)
-        began, last = time.perf_counter(), self._stream.done + 1
-        under_way = [start()] if start is not None else []
-        self._stream.submit(Segment(kernels, (), awaited=True))
-        while under_way or self._stream.done < last:
-            self._bell.wait(LONGEST_SLEEP_SECONDS)
-            under_way = [request for request in under_way if not request.test()]
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        """End the thread of the kernels."""
-        self._stream.close()
-
-
-def _round(transport: Transport, start: Start) -> float:
+def time_round(transport: Transport, start: Start) -> float:
+    """Collective. The median seconds of some calls, begun together."""
     transport.barrier().wait(transport.check)
     times = []
-    for _ in range(_TURNS):
+    for _ in range(TURNS):
         began = time.perf_counter()
         start().wait(transport.check)
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
 
-def _everyone(transport: Transport, seconds: float) -> list[float]:
+def everyone(transport: Transport, seconds: float) -> list[float]:
+    """Collective. The figures of all ranks."""
     return [json.loads(data) for data in transport.all_gather(json.dumps(seconds).encode())]
 
 
-def _bind(group: Group, kind: str, nbytes: int) -> Start:
+def bind_collective(group: Group, kind: str, nbytes: int) -> Start:
     """Collective. A collective on a float32 tensor of so many bytes, or the next that is whole."""
     part = max(1, round(nbytes / 4 / group.size))
     counts = [part] * group.size

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiflow.calibration import messages
+from mpiflow.calibration.beside import OVERHEAD, fit_overhead, measure_overhead, measure_overlap
 from mpiflow.calibration.fit import Fit
 from mpiflow.calibration.kernels import (
     Call,
@@ -36,7 +37,6 @@ from mpiflow.calibration.links import (
     fit_link,
     hosts_of,
     measure_links,
-    measure_overlap,
 )
 from mpiflow.calibration.steps import fit_steps, measure_steps, reference_plans
 from mpiflow.calibration.storage import fit_storage, time_reads, write_rows
@@ -91,6 +91,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
     steps = measure_steps(transport, plans)
     links = measure_links(transport, hosts, *_sizes(quick=options.quick))
     overlap = transport.size == 1 or measure_overlap(transport, hosts)
+    beside = measure_overhead(transport, hosts) if transport.size > 1 and overlap else []
     reads = _measure_reads(transport, hosts, options)
     mine = [base, rates.plain(), [call.seconds for call in calls], reads, steps]
     gathered = transport.gather(json.dumps(mine).encode())
@@ -105,6 +106,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
             calls=_over_ranks(calls, seconds),
             links=links,
             overlap=overlap,
+            overhead=beside,
             reads=[(n, statistics.median(t)) for (n, *t) in _columns(points)],
             plans=plans,
             alone=timed[0][0],
@@ -168,6 +170,7 @@ class _Measured:
     calls: list[Call]
     links: Mapping[str, Sequence[Series]]
     overlap: bool
+    overhead: Sequence[tuple[int, float]]
     reads: list[tuple[float, float]]
     plans: Sequence[Plan]
     alone: Sequence[float]
@@ -177,6 +180,9 @@ class _Measured:
 def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Options) -> Report:
     rates, storage = measured.rates, fit_storage(measured.reads)
     levels = {level: fit_link(level, s) for level, s in measured.links.items() if s}
+    if measured.overhead:
+        outermost = "outer" if "outer" in levels else "inner"
+        levels[outermost] = fit_overhead(outermost, levels[outermost], measured.overhead)
     guess = find_machine("cpu").inner
     inner = levels["inner"][0] if "inner" in levels else guess
     several = len(hosts) > 1
@@ -266,6 +272,7 @@ def _overlap_rows(levels: Mapping[str, Any], overlap: bool) -> list[Row]:
 
 def _link_rows(level: str, link: Link, fits: Mapping[str, Fit]) -> list[Row]:
     curves = {f"messages, {level}": link.messages} if link.messages else {}
+    curves |= {f"{OVERHEAD}, {level}": link.overhead} if link.overhead else {}
     curves |= {f"{one.kind} on {one.members} ranks, {level}": one.curve for one in link.measured}
     return [Row(what, _curve_text(curve), fits[what]) for what, curve in curves.items()]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.copies import with_copies
-from mpiflow.compiler.cost import rounded
+from mpiflow.compiler.cost import overhead_seconds, rounded
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.memory import Packed, plan_memory
@@ -26,7 +26,7 @@ from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
 from mpiflow.graph.sbp import Layout
 from mpiflow.plan.places import ACCELERATOR, HOST, arena_names
-from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Variable
+from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Task, Variable
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.traffic import firing_bytes
@@ -165,22 +165,27 @@ def stored(graph: Graph, name: str, layout: Layout, mesh: Mesh, folder: Path) ->
     )  # fmt: skip
 
 
-def priced(plan: Plan) -> Plan:
+def priced(plan: Plan, machine: Machine) -> Plan:
     """The plan with what its collectives send, and the predicted seconds of every program."""
-    plan = replace(plan, programs=tuple(_with_traffic(plan, p) for p in plan.programs))
+    plan = replace(plan, programs=tuple(_with_traffic(plan, p, machine) for p in plan.programs))
     names = dict.fromkeys(p.name for p in plan.programs if p.tasks)
     seconds = {name: rounded(simulate(plan, name).step_seconds) for name in names}
     programs = tuple(replace(p, seconds=seconds[p.name]) if p.tasks else p for p in plan.programs)
     return replace(plan, programs=programs)
 
 
-def _with_traffic(plan: Plan, program: Program) -> Program:
+def _with_traffic(plan: Plan, program: Program, machine: Machine) -> Program:
     tensors, mesh = plan.tensors(program), plan.mesh_of(program)
-    tasks = tuple(
-        replace(t, nbytes=firing_bytes(t, tensors, mesh)) if t.kind == "collective" else t
-        for t in program.tasks
-    )
-    return replace(program, tasks=tasks)
+
+    def complete(task: Task) -> Task:
+        if task.kind == "collective":
+            task = replace(task, nbytes=firing_bytes(task, tensors, mesh))
+        elif task.kind not in (SEND, RECEIVE):
+            return task
+        overhead = rounded(overhead_seconds(machine, task, plan.mesh, mesh))
+        return replace(task, overhead=overhead)
+
+    return replace(program, tasks=tuple(map(complete, program.tasks)))
 
 
 _LINE = re.compile(r"(\S*[/\\])?([^/\\\s]+\.py:\d+)")

@@ -8,6 +8,7 @@ from mpiflow.compiler.machine import VECTOR, Link, Machine
 from mpiflow.graph.mesh import STAGE, Mesh
 from mpiflow.graph.op import Op
 from mpiflow.graph.rule import Shape
+from mpiflow.plan.records import RECEIVE, SEND, Task
 from mpiflow.plan.slice import itemsize
 
 
@@ -202,8 +203,28 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.3e}")
 
 
+def overhead_seconds(machine: Machine, task: Task, mesh: Mesh, inside: Mesh) -> float:
+    """What a message, or a collective, takes from the kernels beside it; 0 where none is known.
+
+    A collective is taken to send and to receive its bytes in one message. `mesh` is that of all
+    ranks, `inside` that of a stage, which has the axes that collectives run along.
+    """
+    if task.kind in (SEND, RECEIVE):
+        link, ways = _link_between_stages(machine, mesh), 1
+    else:
+        _, nodes = spread(inside, inside.along(task.axis), machine.devices_per_node)
+        link, ways = machine.inner if nodes == 1 else machine.outer, 2
+    return ways * link.overhead.seconds(task.nbytes) if link.overhead is not None else 0.0
+
+
 def message_seconds(machine: Machine, nbytes: int, mesh: Mesh, pieces: int = 1) -> float:
-    """What a rank of one pipeline stage sends to ranks of another, in so many pieces.
+    """What a rank of one pipeline stage sends to ranks of another, in so many pieces."""
+    link = _link_between_stages(machine, mesh)
+    return pieces * link.call + link.message(nbytes)
+
+
+def _link_between_stages(machine: Machine, mesh: Mesh) -> Link:
+    """What joins ranks of two pipeline stages.
 
     Where stages have different ranks, those of two are taken to be on two nodes, unless all fit on
     one.
@@ -212,5 +233,4 @@ def message_seconds(machine: Machine, nbytes: int, mesh: Mesh, pieces: int = 1) 
         near = mesh.size <= (machine.devices_per_node or mesh.size)
     else:
         near = spread(mesh, (mesh.index(STAGE),), machine.devices_per_node)[1] == 1
-    link = machine.inner if near else machine.outer
-    return pieces * link.call + link.message(nbytes)
+    return machine.inner if near else machine.outer

@@ -359,7 +359,7 @@ class _Compiler:
             self.job, self.data, self.target, step, packed, model=self.graphs.model,
             process_bytes=process_bytes, notes=self.notes, folder=self.folder,
         )  # fmt: skip
-        plan = priced(plan)
+        plan = priced(plan, self.machine)
         self.observe("price", "all", plan)
         verify(plan)
         self.observe("verify", "all", f"plan of {self.job.name}: proven")

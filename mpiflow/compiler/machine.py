@@ -61,7 +61,8 @@ class Link:
     """What joins ranks: seconds of a message, bytes a second that a rank sends while all do, and
     `call`, the seconds of starting and completing a collective.
 
-    `messages`, where they were measured, has the seconds of messages one behind another, by bytes.
+    `messages`, where they were measured, has the seconds of messages one behind another, by bytes,
+    and `overhead` the seconds that sending or receiving one takes from kernels of the same rank.
     """
 
     latency: float
@@ -69,6 +70,7 @@ class Link:
     call: float = 0.0
     measured: tuple[Measured, ...] = ()
     messages: Curve | None = None
+    overhead: Curve | None = None
 
     def message(self, nbytes: float) -> float:
         """Seconds of a message of so many bytes, before the next may follow it."""

@@ -4,7 +4,7 @@ name, nodes, devices_per_node, process_bytes
 [device]        memory_bytes, memory_bandwidth, launch_seconds, matrix_flops, vector_flops,
                 kernels, crowding
 [links]         hierarchical, overlap, route
-[links.inner]   latency_seconds, bandwidth, call_seconds, messages, [[collectives]];
+[links.inner]   latency_seconds, bandwidth, call_seconds, messages, overhead, [[collectives]];
                 [links.outer] alike
 [host_link]     latency_seconds, bandwidth; [storage] alike
 """
@@ -35,7 +35,7 @@ _TOP = ("name", "nodes", "devices_per_node", "process_bytes", "device", "links",
 _DEVICE = ("memory_bytes", "memory_bandwidth", "launch_seconds", "matrix_flops", "vector_flops",
            "kernels", "crowding")  # fmt: skip
 _LINKS = ("inner", "outer", "hierarchical", "overlap", "route")
-_LINK = ("latency_seconds", "bandwidth", "call_seconds", "messages", "collectives")
+_LINK = ("latency_seconds", "bandwidth", "call_seconds", "messages", "overhead", "collectives")
 _COLLECTIVE = ("kind", "members", "curve")
 _PORT = ("latency_seconds", "bandwidth")
 
@@ -105,8 +105,10 @@ def _route(links: Table) -> str:
 def _link(table: Table) -> Link:
     measured = tuple(_measured(entry) for entry in table.tables("collectives", _COLLECTIVE))
     port, call = _port(table), table.number("call_seconds", 0.0)
-    messages = _curve(table, "messages") if "messages" in table.values else None
-    return replace(port, call=call, measured=measured, messages=messages)
+    messages, overhead = (
+        _curve(table, key) if key in table.values else None for key in ("messages", "overhead")
+    )
+    return replace(port, call=call, measured=measured, messages=messages, overhead=overhead)
 
 
 def _port(table: Table) -> Link:
@@ -220,8 +222,9 @@ def _link_truths(machine: Machine) -> dict[str, Any]:
 
 def _link_sections(name: str, link: Link) -> list[tuple[str, dict[str, Any]]]:
     values: dict[str, Any] = {**_port_values(link), "call_seconds": link.call}
-    if link.messages is not None:
-        values["messages"] = _plain(link.messages)
+    for key, curve in (("messages", link.messages), ("overhead", link.overhead)):
+        if curve is not None:
+            values[key] = _plain(curve)
     return [(name, values)] + [
         (f"[{name}.collectives]", {"kind": m.kind, "members": m.members, "curve": _plain(m.curve)})
         for m in link.measured

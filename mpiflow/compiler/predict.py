@@ -102,7 +102,7 @@ def compile_predict(
         notes=tuple(dict.fromkeys(note for stage in packed for note in stage.notes)),
         ops=ops,
     )
-    plan = priced(plan)
+    plan = priced(plan, target.machine)
     verify(plan)
     return plan
 

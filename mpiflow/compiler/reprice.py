@@ -37,7 +37,9 @@ from mpiflow.plan.rows import FETCH, ROW_KINDS
 def repriced(plan: Plan, machine: Machine) -> Plan:
     """The plan with the seconds of another machine, and the memory of a process there."""
     programs = tuple(_program(plan, program, machine) for program in plan.programs)
-    return priced(replace(plan, programs=programs, machine=machine.name, overlap=machine.overlap))
+    return priced(
+        replace(plan, programs=programs, machine=machine.name, overlap=machine.overlap), machine
+    )
 
 
 def _program(plan: Plan, program: Program, machine: Machine) -> Program:

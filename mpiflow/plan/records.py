@@ -102,7 +102,8 @@ class Task:
     `where` is the line of the user's program. `seconds` is predicted. Costs are those of one
     firing. `phase` is the part of the step, and `segment` the part of the last loop, see `Program`;
     `micro` is the micro-batch of a firing, in a program that `unroll` made. `route` is how ranks
-    reach one another in a plan for accelerators, see `plan.places`.
+    reach one another in a plan for accelerators, see `plan.places`. `overhead` is what a message
+    takes, in predicted seconds, from the kernels beside it.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Task:
     segment: int = 0
     micro: int = 0
     route: str = ""
+    overhead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

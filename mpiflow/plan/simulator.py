@@ -6,6 +6,9 @@ inputs, of those it is `after`, of the consumers that free its output's slot, an
 the step before. As each of these lies earlier in one fixed order, walking that order once a step
 gives the same times as a queue of events.
 
+A message takes its overhead from the core of its rank: kernels that would start meanwhile, or after
+it has begun, start so much later.
+
 Where collectives do not overlap with computation, as with an MPI that progresses only in its calls,
 one that could start is pending, and takes its time when a task first waits for it or a later one.
 """
@@ -200,6 +203,12 @@ def _durations(runs: Runs, factors: dict[str, float]) -> list[tuple[float, ...]]
     return durations
 
 
+def _overhead(runs: Runs, run: Run, overlap: bool) -> float:
+    """What a message takes from kernels beside it, if there are any."""
+    lane, (task, *_) = runs.lanes[run.lane], runs.tasks(run)
+    return _rounded(task.overhead * lane.factor) if overlap else 0.0
+
+
 def _factor(task: Task, slower: float, factors: dict[str, float]) -> float:
     factor = factors.get(task.stream, factors.get(stream_kind(task.stream), 1.0))
     return factor * slower if task.kind == "compute" else factor
@@ -222,6 +231,9 @@ class _Clock:
         self.ends: list[float] = []
         self.free = [0.0] * len(runs.streams)
         self.exposed: list[dict[str, float]] = []
+        self.overheads = [_overhead(runs, run, overlap) for run in runs.runs]
+        # Of each lane, when messages began whose overhead its kernels have not felt yet.
+        self.owed: list[list[tuple[float, float]]] = [[] for _ in runs.lanes]
 
     def step(self) -> None:
         """Fire every run once."""
@@ -234,6 +246,10 @@ class _Clock:
             kind = self.kinds[run.stream]
             start, reason = self._start(number, run, kind, begin)
             if kind == "compute":
+                if self.owed[run.lane]:
+                    core = self._core_free(run.lane, computed[run.lane], start)
+                    if core > start:
+                        start, reason = core, "comm"
                 self.exposed[run.lane][reason] += max(0.0, start - computed[run.lane])
                 computed[run.lane] = start + self.seconds[number][-1]
             if self.overlap or kind != "comm":
@@ -247,6 +263,8 @@ class _Clock:
     def _end(self, begin: float, computed: list[float]) -> None:
         """What lanes wait for at the end: their own collectives, then other stages."""
         own, end = list(computed), begin
+        for owed in self.owed:
+            owed.clear()  # what messages want is done before they are
         for i, (lane, _) in enumerate(self.runs.streams):
             free, kind = self.free[i], self.kinds[i]
             if kind != WRITE and not self.ahead[i]:
@@ -259,8 +277,18 @@ class _Clock:
             self.exposed[lane]["comm"] += over - last
             self.exposed[lane]["receive"] += end - over
 
+    def _core_free(self, lane: int, free: float, start: float) -> float:
+        """When a core that computed until `free` has done what messages want of it by `start`."""
+        felt = [one for one in self.owed[lane] if one[0] <= start]
+        self.owed[lane] = [one for one in self.owed[lane] if one[0] > start]
+        for began, seconds in sorted(felt):
+            free = max(free, began) + seconds
+        return free
+
     def _fire(self, number: int, start: float) -> None:
         self.starts[-1][number] = start
+        if self.overheads[number]:
+            self.owed[self.runs.runs[number].lane].append((start, self.overheads[number]))
         self.free[self.runs.runs[number].stream] = start + self.seconds[number][-1]
 
     def _settle(self, number: int, now: float) -> None:

@@ -8,18 +8,24 @@ import numpy as np
 import pytest
 
 from mpiflow.calibration import messages
+from mpiflow.calibration.beside import (
+    OVERHEAD,
+    OVERHEAD_SIZES,
+    Beside,
+    fit_overhead,
+    measure_overhead,
+    measure_overlap,
+)
 from mpiflow.calibration.fit import fit_curve, fit_line, fit_of
 from mpiflow.calibration.jobs import Drawn, references
 from mpiflow.calibration.kernels import Call, Rates, fit_ops
 from mpiflow.calibration.links import (
     KINDS,
     MESSAGE,
-    Beside,
     Series,
     fit_link,
     hosts_of,
     measure_links,
-    measure_overlap,
     partitions,
 )
 from mpiflow.calibration.storage import fit_storage, forget_pages, time_reads, write_rows
@@ -191,15 +197,62 @@ def test_a_message_on_its_way_is_hidden_by_kernels_and_one_that_the_core_moves_i
 
 
 def hidden_on_one_core(transport, *, busy):
-    """On one core."""
+    return on_one_core(transport, lambda beside: beside.hidden(Exchange(0.05, busy=busy), 0.05))
+
+
+def on_one_core(transport, measure):
+    """What `measure` gives of messages and kernels that share a core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     beside = Beside(transport)
     try:
-        return beside.hidden(Exchange(0.05, busy=busy), 0.05)
+        return measure(beside)
     finally:
         beside.close()
         os.sched_setaffinity(0, cores)
+
+
+def test_the_overhead_of_a_message_is_what_its_calls_take_of_the_core():
+    found = []
+    for _ in range(5):  # other work on this machine may disturb a try
+        busy, waiting = (
+            run_local(1, partial(overhead_on_one_core, busy=busy))[0] for busy in (True, False)
+        )
+        found.append((busy, waiting))
+        if busy > 0.007 and abs(waiting) < busy / 3:
+            return
+    pytest.fail(f"{found}")
+
+
+def overhead_on_one_core(transport, *, busy):
+    return on_one_core(transport, lambda beside: beside.overhead((Exchange(0.01, busy=busy),)))
+
+
+@pytest.mark.ranks(2)
+def test_overheads_are_those_of_sending_and_receiving_by_bytes(monkeypatch):
+    asked = []
+
+    def overhead(beside, starts):
+        asked.append((beside.rank, len(starts)))
+        for request in [start() for start in starts]:
+            request.wait(None)
+        return (1e-6, 3e-6)[beside.rank]
+
+    monkeypatch.setattr("mpiflow.calibration.beside.Beside.overhead", overhead)
+    found = run_local(2, lambda transport: measure_overhead(transport, hosts_of(transport)))
+    assert found == [[(nbytes, 2e-6) for nbytes in OVERHEAD_SIZES]] * 2
+    assert sorted(asked) == [(rank, 2) for rank in (0, 1) for _ in OVERHEAD_SIZES]
+
+
+def test_overheads_are_a_line_of_the_link():
+    series = [Series(kind, 2, SIZES, tuple(3e-6 + n / 4 / 1e9 for n in SIZES)) for kind in KINDS]
+    sent = Series(MESSAGE, 2, messages.SIZES, tuple(4e-6 + n / 1e9 for n in messages.SIZES))
+    found = fit_link("outer", [*series, sent])
+    points = [(n, 5e-6 + n / 2e9) for n in OVERHEAD_SIZES]
+    link, fits = fit_overhead("outer", found, points)
+    assert link.overhead.seconds(1 << 20) == pytest.approx(5e-6 + 2**20 / 2e9, rel=1e-3)
+    assert fits[f"{OVERHEAD}, outer"].worst < 1e-3
+    assert fits.keys() > found[1].keys()
 
 
 @pytest.mark.ranks(2)
@@ -209,7 +262,7 @@ def test_overlap_counts_if_most_of_a_message_is_hidden_on_every_rank(monkeypatch
 
     for least, overlap in ((0.6, True), (0.4, False)):
         hidden = lambda beside, *_: least if beside.rank else 0.9  # noqa: B023, E731
-        monkeypatch.setattr("mpiflow.calibration.links.Beside.hidden", hidden)
+        monkeypatch.setattr("mpiflow.calibration.beside.Beside.hidden", hidden)
         assert run_local(2, measure) == [overlap] * 2
 
 

@@ -65,6 +65,7 @@ latency_seconds = 1e-5
 bandwidth = 1e9
 call_seconds = 3e-6
 messages = [[0, 2e-5, 3e-10], [60000, 2e-4, 8e-9]]
+overhead = [[0, 1e-6, 1e-10]]
 
 [host_link]
 latency_seconds = 1e-5
@@ -96,7 +97,8 @@ def test_a_file_gives_what_it_says():
     assert (machine.name, machine.ranks, machine.memory_bytes) == ("site", 8, 80_000_000_000)
     assert machine.kernels == {"MatMul": Kernel(2e-6, 1.5)}
     sent = Curve((Piece(0.0, 2e-5, 3e-10), Piece(60000.0, 2e-4, 8e-9)))
-    assert machine.outer == Link(1e-5, 1e9, 3e-6, messages=sent)
+    taken = Curve((Piece(0.0, 1e-6, 1e-10),))
+    assert machine.outer == Link(1e-5, 1e9, 3e-6, messages=sent, overhead=taken)
     curve = Curve((Piece(0.0, 2e-6, 1e-10), Piece(4096.0, 1e-5, 2e-10)))
     assert machine.inner.measured == (Measured("all_reduce", 2, curve),)
 

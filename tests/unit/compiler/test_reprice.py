@@ -6,8 +6,10 @@ import pytest
 from jobs import classifier, compile_for
 
 import mpiflow as mf
-from mpiflow.compiler.machine import Kernel, find_machine
+from mpiflow.compiler.machine import Curve, Kernel, Piece, find_machine
 from mpiflow.compiler.reprice import repriced
+from mpiflow.plan.records import RECEIVE, SEND
+from mpiflow.plan.store import dumps, loads
 
 FORMS = [
     ("data=3", 1, 0), ("data=3", 4, 0), ("data=2,model=2", 1, 0), ("data=3", 1, 2),
@@ -52,3 +54,16 @@ def test_an_op_that_was_measured_takes_its_multiple_of_the_roofline():
     for ours, theirs in tasks:
         wanted = 0.5 + 2 * (ours.seconds - cpu.launch) if ours.op == "MatMul" else ours.seconds
         assert theirs.seconds == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.parametrize("form", [("data=3", 1, 0), ("stage=2,data=2", 4, 0)], ids=str)
+def test_messages_take_their_overhead_from_kernels_on_a_machine_that_knows_it(form):
+    plan, cpu = compiled(*form), find_machine("cpu")
+    known = replace(cpu.inner, overhead=Curve((Piece(0.0, 1e-3, 0.0),)))
+    slow = repriced(plan, replace(cpu, inner=known, overlap=True))
+    wanted = {"collective": 2e-3, SEND: 1e-3, RECEIVE: 1e-3}
+    for task in (task for program in slow.programs for task in program.tasks):
+        assert task.overhead == wanted.get(task.kind, 0.0), task
+    quick = repriced(plan, replace(cpu, overlap=True))
+    assert slow.program("train").seconds > quick.program("train").seconds + 1e-3
+    assert loads(dumps(slow)) == slow

@@ -40,6 +40,36 @@ def test_two_streams_overlap_and_only_the_rest_is_exposed(seconds, step, exposed
     assert simulation.exposed_communication == pytest.approx(exposed)
 
 
+def with_overhead(plan, seconds, overlap=True):
+    """The plan whose collectives take so much from kernels beside them."""
+    train = plan.program("train")
+    tasks = tuple(
+        replace(t, overhead=seconds) if t.kind == "collective" else t for t in train.tasks
+    )
+    return replace(plan, programs=(replace(train, tasks=tasks),), overlap=overlap)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "overhead", "step", "exposed"),
+    [
+        (1.5, 0.5, 4.5, 0.5),  # t2 waits until the core has moved the message
+        (5.0, 0.5, 7.0, 3.0),  # the core has nothing else to do while t2 waits
+        (1.5, 3.0, 7.0, 3.0),
+    ],
+)
+def test_kernels_give_way_to_what_a_message_wants_of_their_core(seconds, overhead, step, exposed):
+    simulation = simulate(with_overhead(overlapped(seconds), overhead), steps=2)
+    assert simulation.ends == pytest.approx([step, 2 * step])
+    assert simulation.exposed_communication == pytest.approx(exposed)
+    assert dict(simulation.busy)["compute"] == pytest.approx(4.0)
+
+
+def test_a_message_that_is_carried_out_while_a_rank_waits_takes_nothing_from_its_kernels():
+    plan = replace(overlapped(1.5), overlap=False)
+    expected = simulate(plan).step_seconds
+    assert simulate(with_overhead(plan, 0.5, overlap=False)).step_seconds == expected
+
+
 @pytest.mark.parametrize(("seconds", "step"), [(0.5, 4.5), (1.5, 5.5), (5.0, 9.0)])
 def test_without_overlap_a_collective_takes_its_time_where_it_is_waited_for(seconds, step):
     simulation = simulate(replace(overlapped(seconds), overlap=False))
