@@ -25,8 +25,9 @@ from mpiflow.models.faces import Faces
 from mpiflow.models.gpt import GPT
 from mpiflow.models.resnet import ResNet
 from mpiflow.models.widedeep import WideDeep
-from mpiflow.plan.records import DataSet, Field, Plan
+from mpiflow.plan.records import READ, DataSet, Field, Plan
 
+ALONE = Mesh((("data", 1),))
 Fields = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -40,14 +41,15 @@ class Reference:
     batch: int
     optimizer: Any
 
-    def plan(self) -> Plan:
-        """The plan of its training on one rank."""
+    def plan(self, mesh: Mesh = ALONE, micro_batches: int = 1) -> Plan:
+        """The plan of its training, on one rank if not on others."""
         rows = 100 * self.batch
         given = mf.Dataset("none", batch=self.batch, fields=self.fields, rows=rows)
-        job = mf.Job(self.name, self.model, train=given, optimizer=self.optimizer)
+        job = mf.Job(self.name, self.model, train=given, optimizer=self.optimizer,
+                     micro_batches=micro_batches)  # fmt: skip
         fields = tuple(Field(name, *field) for name, field in self.fields.items())
         data = DataSet("train", "none", fields, (), rows, self.batch, False, 0, 1, 1, "")
-        return compile_job(job, {"train": data}, Target(Mesh((("data", 1),)), find_machine("cpu")))
+        return compile_job(job, {"train": data}, Target(mesh, find_machine("cpu")))
 
 
 def references(*, quick: bool) -> list[Reference]:
@@ -61,6 +63,13 @@ def references(*, quick: bool) -> list[Reference]:
         *(_dense(512, 1024), _images(8, 32), _alexnet(4), _alexnet(16)),
         *(_gpt(2, 64), _gpt(8, 192), _clicks(64, 8), _clicks(512, 32)),
     ]
+
+
+def pipelines(ranks: int) -> list[Plan]:
+    """Jobs of two stages in micro-batches, on an even number of ranks: many small messages."""
+    mesh = Mesh((("stage", 2), ("data", ranks // 2)) if ranks > 2 else (("stage", 2),))
+    jobs = (_bert(8 * ranks, 64, 32), _gpt(8 * ranks, 64), _dense(128 * ranks, 512))
+    return [job.plan(mesh, 8) for job in jobs]
 
 
 def _sgd() -> mf.SGD:
@@ -162,16 +171,19 @@ def _faces(batch: int, classes: int) -> Reference:
 
 
 class Drawn:
-    """A reader of random values; those that are indices are below the limits of the plan's read."""
+    """A reader of random values; indices are below the limits that the reads of the plan have."""
 
     reading = ""
 
     def __init__(self, plan: Plan) -> None:
-        train = plan.program("train")
-        assert train is not None
-        attributes = next(task.attributes for task in train.tasks if task.kind == "read")
-        limits = attributes.get("limits") or [0] * len(attributes["fields"])
-        self._limits = dict(zip(attributes["fields"], limits, strict=True))
+        reads = [t.attributes for p in plan.programs for t in p.tasks if t.kind == READ]
+        self._limits = {
+            field: limit
+            for read in reads
+            for field, limit in zip(
+                read["fields"], read.get("limits") or [0] * len(read["fields"]), strict=True
+            )
+        }
         self._random = np.random.default_rng(0)
 
     def read(self, step: int, rows: tuple[int, int], out: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from mpiflow.exec.bind import Shard
 from mpiflow.exec.device import Cpu
 from mpiflow.exec.local import LocalWorld
 from mpiflow.exec.session import Session
+from mpiflow.exec.transport import Transport
 from mpiflow.graph.op import OUT, Op, build_op
 from mpiflow.graph.rule import Shape
 from mpiflow.io.pack import pack
@@ -118,9 +119,10 @@ def process_base() -> int:
     return Cpu().process_bytes() - plan.arena()
 
 
-def opened(plan: Plan, steps: int) -> Session:
-    """A session of this rank alone, at its first step, on drawn values."""
-    session = Session(plan, LocalWorld(1).transports[0], {"train": Drawn(plan)})
+def opened(plan: Plan, steps: int, transport: Transport | None = None) -> Session:
+    """A session, of this rank alone if not with others, at its first step, on drawn values."""
+    transport = transport or LocalWorld(1).transports[0]
+    session = Session(plan, transport, {"train": Drawn(plan)})
     session.run("initialise")
     session.expect("train", range(steps))
     return session

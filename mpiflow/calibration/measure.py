@@ -22,6 +22,7 @@ from typing import Any
 from mpiflow.calibration import messages
 from mpiflow.calibration.beside import OVERHEAD, fit_overhead, measure_overhead, measure_overlap
 from mpiflow.calibration.fit import Fit
+from mpiflow.calibration.jobs import pipelines
 from mpiflow.calibration.kernels import (
     Call,
     Rates,
@@ -38,7 +39,13 @@ from mpiflow.calibration.links import (
     hosts_of,
     measure_links,
 )
-from mpiflow.calibration.steps import fit_steps, measure_steps, reference_plans
+from mpiflow.calibration.steps import (
+    fit_pipelines,
+    fit_steps,
+    measure_pipelines,
+    measure_steps,
+    reference_plans,
+)
 from mpiflow.calibration.storage import fit_storage, time_reads, write_rows
 from mpiflow.compiler.machine import Curve, Link, Machine, find_machine
 from mpiflow.compiler.machinefile import to_toml
@@ -91,15 +98,18 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
     steps = measure_steps(transport, plans)
     links = measure_links(transport, hosts, *_sizes(quick=options.quick))
     overlap = transport.size == 1 or measure_overlap(transport, hosts)
-    beside = measure_overhead(transport, hosts) if transport.size > 1 and overlap else []
+    shared = transport.size > 1 and overlap
+    beside = measure_overhead(transport, hosts) if shared else []
+    staged = pipelines(transport.size) if shared and transport.size % 2 == 0 else []
+    passed = measure_pipelines(transport, staged)
     reads = _measure_reads(transport, hosts, options)
-    mine = [base, rates.plain(), [call.seconds for call in calls], reads, steps]
+    mine = [base, rates.plain(), [call.seconds for call in calls], reads, steps, passed]
     gathered = transport.gather(json.dumps(mine).encode())
     reports: list[Report] = []
 
     def describe() -> None:
         ranks = [json.loads(data) for data in gathered or ()]
-        bases, theirs, seconds, points, timed = zip(*ranks, strict=True)
+        bases, theirs, seconds, points, timed, through = zip(*ranks, strict=True)
         measured = _Measured(
             base=max(bases),
             rates=rates.over_ranks(theirs),
@@ -107,6 +117,8 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
             links=links,
             overlap=overlap,
             overhead=beside,
+            pipelines=staged,
+            passed=[max(each) for each in zip(*through, strict=True)],
             reads=[(n, statistics.median(t)) for (n, *t) in _columns(points)],
             plans=plans,
             alone=timed[0][0],
@@ -171,6 +183,8 @@ class _Measured:
     links: Mapping[str, Sequence[Series]]
     overlap: bool
     overhead: Sequence[tuple[int, float]]
+    pipelines: Sequence[Plan]
+    passed: Sequence[float]
     reads: list[tuple[float, float]]
     plans: Sequence[Plan]
     alone: Sequence[float]
@@ -202,6 +216,7 @@ def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Option
     )
     kernels, op_fit = fit_ops(bare, measured.calls)
     machine, step_rows = _with_steps(replace(bare, kernels=kernels), measured, hosts)
+    machine, pipeline_rows = _with_pipelines(machine, measured)
     remarks = _remarks(hosts, levels, options)
     rows = (
         *_rate_rows(rates),
@@ -209,6 +224,7 @@ def _report(measured: _Measured, hosts: Sequence[Sequence[int]], options: Option
         *step_rows,
         *(row for level, (link, fits) in levels.items() for row in _link_rows(level, link, fits)),
         *_overlap_rows(levels, measured.overlap),
+        *pipeline_rows,
         Row("reading", _port_text(storage.latency, storage.bandwidth), storage.fit),
         Row("a rank's process", size_text(measured.base)),
     )
@@ -228,6 +244,14 @@ def _with_steps(
             what = f"steps of {ranks} rank{'s' * (ranks > 1)} of a host"
             rows.append(Row(what, f"{factors[ranks]:.2f} times their kernels", fit))
     return replace(machine, crowding=tuple(sorted(factors.items()))), rows[::-1]
+
+
+def _with_pipelines(machine: Machine, measured: _Measured) -> tuple[Machine, list[Row]]:
+    """The machine with what its messages take from kernels in steps of several stages."""
+    if not measured.pipelines:
+        return machine, []
+    machine, seconds, fit = fit_pipelines(machine, measured.pipelines, measured.passed)
+    return machine, [Row("each message in a step", f"{time_text(seconds)} more", fit)]
 
 
 def _remarks(

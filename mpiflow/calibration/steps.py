@@ -3,6 +3,10 @@
 Kernels are timed while every rank is busy. A rank alone has the caches and the memory of the host
 to itself; ranks together wait for the slowest of them at the end of a step; and every step has work
 around its kernels. A factor on the seconds of all kernels stands for these.
+
+Where kernels and messages share a core, a step also has what it takes to hand a message over, in
+Python, with caches that the kernels have emptied. It is found in steps of small pipelines: what
+each message must take more from the kernels, so that their predicted seconds are those measured.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mpiflow.calibration.fit import Fit, fit_of
 from mpiflow.calibration.jobs import Reference, references
@@ -17,12 +22,16 @@ from mpiflow.calibration.kernels import opened
 from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.cost import op_seconds
 from mpiflow.compiler.machine import Machine
+from mpiflow.compiler.reprice import repriced
 from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport
 from mpiflow.graph.op import build_op
 from mpiflow.plan.records import Plan
 
 _WARM, _STEPS, _CALM = 3, 20, 5
+_ALL = _WARM + _STEPS
+_HALVINGS = 12
+_LONGEST_OVERHEAD_SECONDS = 5e-3
 
 
 def reference_plans(*, quick: bool) -> list[Plan]:
@@ -40,9 +49,9 @@ def measure_steps(transport: Transport, plans: Sequence[Plan]) -> list[list[floa
     """
     alone = [0.0] * len(plans)
     if transport.rank == 0:
-        alone = [_calm_step(plan, lambda: None) for plan in plans]
+        alone = [_calm_step(opened(plan, _ALL), lambda: None) for plan in plans]
     _meet(transport)
-    together = [_calm_step(plan, lambda: _meet(transport)) for plan in plans]
+    together = [_calm_step(opened(plan, _ALL), lambda: _meet(transport)) for plan in plans]
     return [alone, together if transport.size > 1 else alone]
 
 
@@ -50,11 +59,53 @@ def _meet(transport: Transport) -> None:
     transport.barrier().wait(transport.check)
 
 
-def _calm_step(plan: Plan, meet: Callable[[], None]) -> float:
+def measure_pipelines(transport: Transport, plans: Sequence[Plan]) -> list[float]:
+    """Collective. Seconds of a calm step of each plan, which all ranks carry out together."""
+    return [
+        _calm_step(opened(plan, _ALL, transport), lambda: _meet(transport)) for plan in plans
+    ]  # fmt: skip
+
+
+def fit_pipelines(
+    machine: Machine, plans: Sequence[Plan], seconds: Sequence[float]
+) -> tuple[Machine, float, Fit]:
+    """The machine whose messages take more from kernels, and how many seconds more.
+
+    The median of what each of these plans asks for.
+    """
+    wanted = [_overhead_of(machine, *one) for one in zip(plans, seconds, strict=True)]
+    found = statistics.median(wanted)
+    predicted = [_predicted(machine, plan, found) for plan in plans]
+    return _with_overhead(machine, found), found, fit_of(predicted, seconds)
+
+
+def _overhead_of(machine: Machine, plan: Plan, seconds: float) -> float:
+    """The overhead that gives a step so many seconds, which rise with it; by bisection."""
+    low, high = 0.0, _LONGEST_OVERHEAD_SECONDS
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _predicted(machine, plan, middle) < seconds else (low, middle)
+    return low
+
+
+def _predicted(machine: Machine, plan: Plan, overhead: float) -> float:
+    busy = _with_overhead(machine, overhead).with_ranks(plan.mesh.size)
+    train = repriced(plan, busy).program("train")
+    assert train is not None
+    return train.seconds
+
+
+def _with_overhead(machine: Machine, seconds: float) -> Machine:
+    """Between hosts; within the only one, if there are not several."""
+    outer = machine.outer.with_overhead(seconds)
+    only = machine.inner == machine.outer
+    return replace(machine, outer=outer, inner=outer if only else machine.inner)
+
+
+def _calm_step(session: Session, meet: Callable[[], None]) -> float:
     """The median of the calmest steps in a row; ranks `meet` after each."""
-    session: Session = opened(plan, _WARM + _STEPS)
     seconds = []
-    for step in range(_WARM + _STEPS):
+    for step in range(_ALL):
         began = time.perf_counter()
         session.run("train", step)
         meet()

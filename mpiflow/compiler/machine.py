@@ -78,6 +78,12 @@ class Link:
             return self.latency + nbytes / self.bandwidth
         return self.messages.seconds(nbytes)
 
+    def with_overhead(self, seconds: float) -> Link:
+        """The link whose messages take so much more from kernels, whatever their bytes."""
+        known = self.overhead or Curve((Piece(0.0, 0.0, 0.0),))
+        pieces = tuple(replace(piece, seconds=piece.seconds + seconds) for piece in known.pieces)
+        return replace(self, overhead=Curve(pieces))
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:

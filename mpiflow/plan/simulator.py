@@ -6,8 +6,8 @@ inputs, of those it is `after`, of the consumers that free its output's slot, an
 the step before. As each of these lies earlier in one fixed order, walking that order once a step
 gives the same times as a queue of events.
 
-A message takes its overhead from the core of its rank: kernels that would start meanwhile, or after
-it has begun, start so much later.
+A message takes its overhead from the core of its rank (the "o" of the LogP model, Culler and others
+1993): it leaves so much later, and so do kernels start that would start after it has begun.
 
 Where collectives do not overlap with computation, as with an MPI that progresses only in its calls,
 one that could start is pending, and takes its time when a task first waits for it or a later one.
@@ -174,14 +174,21 @@ def simulate(
         for _ in Walk([Step(one, micro_batches) for one in runs.programs]).run():
             pass  # it raises, and says what waits in a circle
         raise AssertionError("runs wait in a circle, and their tasks do not")
-    clock = _Clock(runs, _durations(runs, dict(factors or {})), plan.overlap)
+    overheads = [_overhead(runs, run) if plan.overlap else 0.0 for run in runs.runs]
+    durations = _durations(runs, dict(factors or {}), overheads)
+    clock = _Clock(runs, durations, overheads, plan.overlap)
     for _ in range(steps):
         clock.step()
     return clock.result()
 
 
-def _durations(runs: Runs, factors: dict[str, float]) -> list[tuple[float, ...]]:
-    """When each task of each run stops, after the run starts."""
+def _durations(
+    runs: Runs, factors: dict[str, float], overheads: list[float]
+) -> list[tuple[float, ...]]:
+    """When each task of each run stops, after the run starts.
+
+    A message leaves when its rank has spent its overhead on it.
+    """
     streams = {stream for _, stream in runs.streams}
     for name, factor in factors.items():
         if name not in streams | set(KINDS) or not 0 <= factor < inf:
@@ -196,17 +203,17 @@ def _durations(runs: Runs, factors: dict[str, float]) -> list[tuple[float, ...]]
             found[key] = stops_within(
                 0.0
                 if number in runs.met
-                else _rounded(_factor(task, slower, factors) * task.seconds)
+                else _rounded(_factor(task, slower, factors) * task.seconds) + overheads[number]
                 for task in runs.tasks(run)
             )
         durations.append(found[key])
     return durations
 
 
-def _overhead(runs: Runs, run: Run, overlap: bool) -> float:
-    """What a message takes from kernels beside it, if there are any."""
-    lane, (task, *_) = runs.lanes[run.lane], runs.tasks(run)
-    return _rounded(task.overhead * lane.factor) if overlap else 0.0
+def _overhead(runs: Runs, run: Run) -> float:
+    """What a message takes from the core of its rank."""
+    task = runs.program(run).tasks[run.tasks[0]]
+    return _rounded(task.overhead * runs.lanes[run.lane].factor)
 
 
 def _factor(task: Task, slower: float, factors: dict[str, float]) -> float:
@@ -221,8 +228,14 @@ def _rounded(seconds: float) -> float:
 class _Clock:
     """When each run of each step starts. Times of a run are those of its tasks, see `plan.runs`."""
 
-    def __init__(self, runs: Runs, seconds: list[tuple[float, ...]], overlap: bool) -> None:
-        self.runs, self.seconds, self.overlap = runs, seconds, overlap
+    def __init__(
+        self,
+        runs: Runs,
+        seconds: list[tuple[float, ...]],
+        overheads: list[float],
+        overlap: bool,
+    ) -> None:
+        self.runs, self.seconds, self.overheads, self.overlap = runs, seconds, overheads, overlap
         # Who waits for a copy of what is read waits for input.
         self.kinds = [READ if stream == FEED else stream_kind(stream) for _, stream in runs.streams]
         self.ahead = [stream in AHEAD for _, stream in runs.streams]
@@ -231,7 +244,6 @@ class _Clock:
         self.ends: list[float] = []
         self.free = [0.0] * len(runs.streams)
         self.exposed: list[dict[str, float]] = []
-        self.overheads = [_overhead(runs, run, overlap) for run in runs.runs]
         # Of each lane, when messages began whose overhead its kernels have not felt yet.
         self.owed: list[list[tuple[float, float]]] = [[] for _ in runs.lanes]
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,7 @@ from mpiflow.calibration.beside import (
     measure_overlap,
 )
 from mpiflow.calibration.fit import fit_curve, fit_line, fit_of
-from mpiflow.calibration.jobs import Drawn, references
+from mpiflow.calibration.jobs import Drawn, _dense, references
 from mpiflow.calibration.kernels import Call, Rates, fit_ops
 from mpiflow.calibration.links import (
     KINDS,
@@ -28,12 +29,15 @@ from mpiflow.calibration.links import (
     measure_links,
     partitions,
 )
+from mpiflow.calibration.steps import fit_pipelines, measure_pipelines
 from mpiflow.calibration.storage import fit_storage, forget_pages, time_reads, write_rows
 from mpiflow.compiler.cost import ideal_seconds
 from mpiflow.compiler.machine import Kernel, find_machine
+from mpiflow.compiler.reprice import repriced
 from mpiflow.errors import TaskError
 from mpiflow.exec.local import LocalWorld, run_local
 from mpiflow.exec.transport import DONE
+from mpiflow.graph.mesh import Mesh
 from mpiflow.ops.elementwise import Log, Relu
 
 SIZES = [8 * 4**i for i in range(12)]
@@ -351,3 +355,41 @@ def test_reading_is_timed_by_batch(tmp_path):
 
 def test_a_single_process_has_no_hosts_to_share():
     assert hosts_of(LocalWorld(1).transports[0]) == [[0]]
+
+
+# -- pipelines
+
+
+def small_pipeline():
+    return _dense(64, 128).plan(Mesh((("stage", 2),)), 4)
+
+
+def test_what_messages_take_in_steps_is_found_by_the_seconds_of_pipelines():
+    plan, cpu = small_pipeline(), replace(find_machine("cpu"), overlap=True)
+    planted, _, _ = fit_pipelines(cpu, [plan], [10.0])
+    assert planted.outer.overhead.seconds(0) == pytest.approx(5e-3, rel=1e-3)  # the most there is
+    assert planted.inner == planted.outer
+    slow = replace(cpu, outer=cpu.outer.with_overhead(3e-4), inner=cpu.inner.with_overhead(3e-4))
+    seconds = [repriced(plan, slow).program("train").seconds, 1e-9, 1.0]
+    machine, found, fit = fit_pipelines(cpu, [plan] * 3, seconds)
+    assert found == pytest.approx(3e-4, abs=2e-6)
+    assert machine.outer.overhead.seconds(1 << 20) == found
+    assert fit.worst > 1
+
+
+def test_hosts_that_messages_join_keep_what_is_within_them():
+    plan = small_pipeline()
+    cpu = replace(find_machine("cpu"), overlap=True, devices_per_node=1)
+    outer = replace(cpu.outer, latency=1e-5)
+    machine, found, _ = fit_pipelines(replace(cpu, outer=outer), [plan], [5e-3])
+    assert machine.inner.overhead is None
+    assert machine.outer == outer.with_overhead(found)
+    assert found > 1e-4
+
+
+@pytest.mark.ranks(2)
+def test_pipelines_are_timed_on_all_ranks_together():
+    plan = small_pipeline()
+    first, second = run_local(2, lambda transport: measure_pipelines(transport, [plan, plan]))
+    assert len(first) == len(second) == 2
+    assert all(0 < seconds < 10 for seconds in first + second)
