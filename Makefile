@@ -15,6 +15,9 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS = 1
 export OPENBLAS_NUM_THREADS = 1
 
+# So many processes run tests: one for each CPU. Another number: make test PYTEST='-n 4'
+AT_ONCE = -n auto --maxprocesses 8
+
 # What runs on the fake device too. All of it: pytest tests/local tests/mpi --device fake
 ON_FAKE = tests/local/test_assign.py tests/local/test_microbatches.py tests/mpi/test_cli_weights.py \
     tests/mpi/test_cli_pipeline.py::test_a_run_goes_on_from_stages_to_others_and_back
@@ -27,8 +30,8 @@ demo: digits/.packed
 	$(BIN)/mpiexec -n 2 $(BIN)/mpiflow run run/digits.plan --fresh
 
 test: check
-	$(BIN)/python -m pytest -q --device fake $(ON_FAKE)
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -q $(AT_ONCE) --device fake $(ON_FAKE)
+	$(BIN)/python -m pytest $(AT_ONCE) $(PYTEST)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -46,6 +46,7 @@ class NoSkips:
 
     def __init__(self, folders):
         self.folders = [f"{folder.rstrip('/')}/" for folder in folders]
+        self.damaged = False  # a file of tests could not be read
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self):
@@ -65,8 +66,20 @@ class NoSkips:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, session, items):
-        for folder in self.folders if not session.testsfailed else ():
-            if not any(item.nodeid.startswith(folder) for item in items):
+        if not hasattr(session.config, "workerinput"):
+            self._all_have_tests([item.nodeid for item in items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        # Asked where tests are dealt out, as an error of a worker would not be shown.
+        self._all_have_tests(ids)
+
+    def pytest_collectreport(self, report):
+        self.damaged |= report.failed
+
+    def _all_have_tests(self, nodeids):
+        for folder in self.folders if not self.damaged else ():
+            if not any(nodeid.startswith(folder) for nodeid in nodeids):
                 raise pytest.UsageError(f"--no-skips {folder}: there are no tests")
 
 
@@ -109,5 +122,10 @@ def pytest_configure(config):
         import jobs
 
         jobs.ROUTE = config.option.route
+    if config.pluginmanager.hasplugin("xdist"):
+        import turns
+
+        if plugin := turns.plugin_of(config):
+            config.pluginmanager.register(plugin, "turns")
     config.pluginmanager.register(RankReport(config), "rank-report")
     config.pluginmanager.register(NoSkips(config.getoption("--no-skips")), "no-skips")

@@ -73,14 +73,14 @@ class Failure:
             except Aborted:
                 return
             except BaseException as error:
-                self.hand_over(error)
+                self.hand_over(error, THREAD_GRACE_SECONDS)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
 
-    def hand_over(self, error: BaseException, grace: float = THREAD_GRACE_SECONDS) -> None:
-        """Give the main thread an error of this one; end the process if it does not take it."""
+    def hand_over(self, error: BaseException, grace: float) -> None:
+        """Give the main thread an error; end the process if it is not taken in `grace` seconds."""
         with self._lock:
             if self._pending is not None:
                 return

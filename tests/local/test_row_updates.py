@@ -118,6 +118,7 @@ def test_the_price_of_a_step_does_not_grow_with_the_table():
     assert price(10**9) == price(10**4)
 
 
+@pytest.mark.alone
 def test_the_time_of_a_step_does_not_grow_with_the_table():
     def seconds(count):
         arrays = rows(count, count, steps=60)

@@ -191,6 +191,7 @@ class Exchange:
         return self.left <= 0
 
 
+@pytest.mark.alone
 def test_a_message_on_its_way_is_hidden_by_kernels_and_one_that_the_core_moves_is_not():
     found = []
     for _ in range(5):  # other work on this machine may disturb a try

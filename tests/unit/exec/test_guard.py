@@ -79,13 +79,13 @@ def test_a_full_disk_does_not_hide_the_error(capsys, tmp_path):
 def test_the_first_thread_that_fails_is_raised_in_the_next_wait():
     with guard(alone()) as failure:
         failure.check()
-        thread = threading.Thread(target=failure.hand_over, args=[DataError("first")])
+        thread = threading.Thread(target=failure.hand_over, args=[DataError("first"), 60])
         thread.start()
         with pytest.raises(DataError, match="first"):
             while True:
                 failure.check()
         thread.join()
-        failure.hand_over(DataError("second"))
+        failure.hand_over(DataError("second"), 60)
         with pytest.raises(DataError, match="first"):
             failure.check()
         failure._pending = None
