@@ -31,6 +31,7 @@ GRACE_SECONDS = 3.0
 # How long a failed thread waits for the main thread, which may be deep in a kernel.
 THREAD_GRACE_SECONDS = 5.0
 _ABORT_SECONDS = 1.0
+_MARK_SECONDS = 1.0
 
 
 class Failure:
@@ -122,7 +123,8 @@ class Failure:
             sys.stderr.flush()
         if self._folder is not None:
             trace = "".join(traceback.format_exception(error))
-            _write(self._folder / REPORT, f"{text}\n{trace}")
+            report = self._folder / REPORT
+            _within(GRACE_SECONDS, lambda: report.write_text(f"{text}\n{trace}") > 0)
         if self._transport.size > 1:
             time.sleep(DRAIN_SECONDS)
 
@@ -135,16 +137,13 @@ class Failure:
     def _is_first(self, error: BaseException) -> bool:
         if is_on_all_ranks(error):
             return self._transport.rank == 0
-        # One rank finds a stall, and the file system may be what stands still.
-        if self._folder is None or isinstance(error, StallError):
+        if self._folder is None:
             return True
-        try:
-            os.close(os.open(self._mark(self._folder), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
-        return True
+        mark = self._mark(self._folder)
+        # A stall is found by another rank where the first is slow to end. The file system may be
+        # what stands still.
+        found = _within(_MARK_SECONDS, lambda: _is_new(mark))
+        return found is None or found
 
     def _mark(self, folder: Path) -> Path:
         return folder / f".failure-{self._token}"
@@ -172,16 +171,27 @@ def guard(transport: Transport) -> Iterator[Failure]:
         raise SystemExit(exit_code(error)) from error
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file, without waiting long for a file system that does not answer."""
+def _within(seconds: float, function: Callable[[], bool]) -> bool | None:
+    """What the function gives; None where files do not answer in time, or cannot be written."""
+    found: list[bool] = []
 
-    def write() -> None:
+    def run() -> None:
         with suppress(OSError):
-            path.write_text(text)
+            found.append(function())
 
-    thread = threading.Thread(target=write, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(GRACE_SECONDS)
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _is_new(path: Path) -> bool:
+    """Make an empty file; whether there was none."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
 
 
 def exit_code(error: BaseException) -> int:

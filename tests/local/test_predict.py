@@ -169,6 +169,7 @@ def test_a_model_that_does_something_else_for_few_rows_is_refused(folder):
         planned(folder, "stage=2", replace(job(), model=uneven))
 
 
+@pytest.mark.host("moves what is written into the arena of another stage")
 def test_two_stages_that_write_one_output_are_refused(folder):
     plan = planned(folder, "stage=2")
 

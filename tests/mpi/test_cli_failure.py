@@ -32,10 +32,10 @@ def run(mpiexec, tmp_path):
     ],
 )
 @pytest.mark.ranks(2)
-def test_a_fault_on_one_rank_ends_all_within_10_s(run, tmp_path, fault, cause):
-    began = time.monotonic()
-    done = run(2, "--steps", 40000, FAULT=f"1:{fault}", timeout=30)
-    assert time.monotonic() - began < 10
+def test_all_ranks_are_gone_within_5_s_of_a_fault_on_one(run, tmp_path, fault, cause):
+    mark = tmp_path / "mark"
+    done = run(2, "--steps", 40000, FAULT=f"1:{fault}", MARK=mark)
+    assert time.time() - mark.stat().st_mtime < 5
     assert done.returncode == 1, done.stdout
     assert done.stdout.count(cause) == 1, done.stdout
     assert done.stdout.count(f"mpiflow: rank 1 of 2 on {platform.node()}: ") == 1

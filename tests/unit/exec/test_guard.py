@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mpiflow.errors import DataError, TaskError, UsageError
+from mpiflow.errors import DataError, StallError, TaskError, UsageError
 from mpiflow.exec import failure as failures
 from mpiflow.exec.failure import guard
 from mpiflow.exec.local import LocalWorld, run_local
@@ -31,6 +31,32 @@ def test_one_rank_prints_and_the_job_ends(capsys, tmp_path):
     message = f"mpiflow: rank 1 of 3 on {os.uname().nodename}: row 7 is damaged\n"
     assert capsys.readouterr().err == message
     assert (tmp_path / "failure.txt").read_text().startswith(message)
+
+
+@pytest.mark.ranks(2)
+def test_a_second_rank_that_finds_a_stall_says_nothing(capsys, tmp_path, monkeypatch):
+    """As under Slurm, where the others live on while the job of the first is being ended."""
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 0.0)
+
+    def work(transport):
+        failure = failures.Failure(transport)
+        failure.use_folder(tmp_path)
+        failure.report(StallError(f"rank 5 is silent, says {transport.rank}"))
+
+    run_local(2, work)
+    assert capsys.readouterr().err.count("mpiflow: ") == 1
+
+
+def test_a_stall_is_told_though_the_file_system_stands_still(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(failures, "_MARK_SECONDS", 0.01)
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 0.01)
+    never = threading.Event()
+    monkeypatch.setattr(failures, "_is_new", lambda path: never.wait())
+    failure = failures.Failure(alone())
+    failure.use_folder(tmp_path)
+    failure.report(StallError("rank 5 reads for ever"))
+    never.set()
+    assert capsys.readouterr().err == "mpiflow: rank 5 reads for ever\n"
 
 
 def test_a_run_that_ends_well_closes_the_transport(tmp_path, capsys):
