@@ -30,6 +30,7 @@ OVERHEAD = "of it beside kernels"
 """What messages take from kernels of the same rank, in the table of what was measured."""
 OVERHEAD_SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 21)
 """Bytes of a message whose overhead is measured: 1 KiB to 2 MiB."""
+QUICK_OVERHEAD_SIZES = OVERHEAD_SIZES[::2]
 _OVERLAP_BYTES = 8 << 20
 _MOST_KERNELS = 10_000
 _HIDDEN = 0.5
@@ -57,7 +58,7 @@ def measure_overlap(transport: Transport, hosts: Sequence[Sequence[int]]) -> boo
 
 
 def measure_overhead(
-    transport: Transport, hosts: Sequence[Sequence[int]]
+    transport: Transport, hosts: Sequence[Sequence[int]], sizes: Sequence[int] = OVERHEAD_SIZES
 ) -> list[tuple[int, float]]:
     """Collective. By bytes, the seconds that sending or receiving a message takes from kernels.
 
@@ -67,7 +68,7 @@ def measure_overhead(
     group = _pairs(transport, hosts, "overhead")
     beside, found = Beside(transport), []
     try:
-        for nbytes in OVERHEAD_SIZES:
+        for nbytes in sizes:
             taken = everyone(transport, beside.overhead(_both_ways(group, nbytes)))
             found.append((nbytes, max(statistics.median(taken), _LEAST_SECONDS)))
     finally:

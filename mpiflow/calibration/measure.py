@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from mpiflow.calibration import messages
-from mpiflow.calibration.beside import OVERHEAD, fit_overhead, measure_overhead, measure_overlap
+from mpiflow.calibration.beside import (
+    OVERHEAD,
+    OVERHEAD_SIZES,
+    QUICK_OVERHEAD_SIZES,
+    fit_overhead,
+    measure_overhead,
+    measure_overlap,
+)
 from mpiflow.calibration.fit import Fit
 from mpiflow.calibration.jobs import pipelines
 from mpiflow.calibration.kernels import (
@@ -99,8 +106,11 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
     links = measure_links(transport, hosts, *_sizes(quick=options.quick))
     overlap = transport.size == 1 or measure_overlap(transport, hosts)
     shared = transport.size > 1 and overlap
-    beside = measure_overhead(transport, hosts) if shared else []
-    staged = pipelines(transport.size) if shared and transport.size % 2 == 0 else []
+    overheads = QUICK_OVERHEAD_SIZES if options.quick else OVERHEAD_SIZES
+    beside = measure_overhead(transport, hosts, overheads) if shared else []
+    staged = (
+        pipelines(transport.size, quick=options.quick) if shared and transport.size % 2 == 0 else []
+    )
     passed = measure_pipelines(transport, staged)
     reads = _measure_reads(transport, hosts, options)
     mine = [base, rates.plain(), [call.seconds for call in calls], reads, steps, passed]
