@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.bucket import bucket
 from mpiflow.compiler.copies import with_copies
-from mpiflow.compiler.cost import overhead_seconds, rounded
+from mpiflow.compiler.cost import kernel_seconds, overhead_seconds, rounded
 from mpiflow.compiler.fuse import fuse
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.memory import Packed, plan_memory
@@ -24,9 +24,10 @@ from mpiflow.compiler.schedule import hastened, schedule_together
 from mpiflow.compiler.updates import join_updates
 from mpiflow.graph.graph import Graph
 from mpiflow.graph.mesh import Mesh
+from mpiflow.graph.op import REGISTRY
 from mpiflow.graph.sbp import Layout
 from mpiflow.plan.places import ACCELERATOR, HOST, arena_names
-from mpiflow.plan.records import RECEIVE, SEND, Plan, Program, Task, Variable
+from mpiflow.plan.records import COMPUTE, RECEIVE, SEND, Plan, Program, Task, Variable
 from mpiflow.plan.simulator import simulate
 from mpiflow.plan.slice import itemsize
 from mpiflow.plan.traffic import firing_bytes
@@ -106,12 +107,30 @@ def arrange_stages(
         for step in zip(*(programs for programs, _ in parts), strict=True)
     ]
     packed = [
-        plan_memory(tuple(variables.values()), programs)
+        _free_views(plan_memory(tuple(variables.values()), programs), target.machine)
         for programs, variables in zip(zip(*steps, strict=True), kept, strict=True)
     ]
     for stage, memory in enumerate(packed):
         observe("memory", f"stage {stage}" if len(packed) > 1 else "all", memory)
     return packed
+
+
+def _free_views(memory: Packed, machine: Machine) -> Packed:
+    """What lies where it is read from costs no more than the call."""
+    return replace(memory, programs=tuple(_priced_views(p, machine) for p in memory.programs))
+
+
+def _priced_views(program: Program, machine: Machine) -> Program:
+    registers = {r.name: r for r in program.registers}
+    tasks = []
+    for task in program.tasks:
+        name = task.outputs[0] if task.kind == COMPUTE and REGISTRY[task.op].view else ""
+        if name in registers and registers[name].aliases in task.inputs:
+            task = replace(task, nbytes=0, flops=0)
+            seconds = kernel_seconds(machine, task, registers[name].dtype)
+            task = replace(task, seconds=rounded(seconds))
+        tasks.append(task)
+    return replace(program, tasks=tuple(tasks))
 
 
 def arenas_of(packed: Sequence[Packed], device: str) -> tuple[tuple[str, int], ...]:

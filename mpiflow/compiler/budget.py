@@ -369,12 +369,9 @@ def _nbytes(shape: tuple[int, ...], dtype: str, layout: Layout, mesh: Mesh) -> i
 
 def _takes_over(reader: Node, operand: int) -> bool:
     """Whether an output of a node takes the memory of an input that nobody needs any more."""
-    given = reader.inputs[operand]
-    return any(
-        i == operand and (reader.outputs[j].shape, reader.outputs[j].dtype)
-        == (given.shape, given.dtype)
-        for i, j in reader.op.inplace
-    )  # fmt: skip
+    given, op = reader.inputs[operand], reader.op
+    outputs = [reader.outputs[j] for i, j in op.inplace if i == operand]
+    return any((op.view or y.shape == given.shape) and y.dtype == given.dtype for y in outputs)
 
 
 def _peaks(held: Sequence[Held]) -> tuple[int, ...]:

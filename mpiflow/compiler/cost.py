@@ -6,7 +6,7 @@ from math import ceil, log2, prod
 
 from mpiflow.compiler.machine import VECTOR, Link, Machine
 from mpiflow.graph.mesh import STAGE, Mesh
-from mpiflow.graph.op import Op
+from mpiflow.graph.op import REGISTRY, Op
 from mpiflow.graph.rule import Shape
 from mpiflow.plan.records import RECEIVE, SEND, Task
 from mpiflow.plan.slice import itemsize
@@ -45,6 +45,14 @@ def op_seconds(
         flops, nbytes = op.flops(inputs, outputs), compute_bytes(op, inputs, outputs, dtypes)
         return compute_seconds(machine, flops, nbytes, dtypes[-1], op.unit)
     return kernel.seconds + kernel.factor * ideal_seconds(machine, op, inputs, outputs, dtypes)
+
+
+def kernel_seconds(machine: Machine, task: Task, dtype: str) -> float:
+    """The same by what a plan says of a task."""
+    unit, kernel = REGISTRY[task.op].unit, machine.kernels.get(task.op)
+    if kernel is None:
+        return compute_seconds(machine, task.flops, task.nbytes, dtype, unit)
+    return kernel.seconds + kernel.factor * roofline(machine, task.flops, task.nbytes, dtype, unit)
 
 
 def ideal_seconds(

@@ -267,23 +267,26 @@ def share_inputs(program: Program, variables: set[str]) -> Program:
     for task in program.tasks:
         if task.kind != "compute":
             continue
-        for i, j in build_op(task.op, task.attributes).inplace:
+        op = build_op(task.op, task.attributes)
+        for i, j in op.inplace:
             source, target = task.inputs[i], task.outputs[j]
             if {source, target} & (variables | reserved) or registers[target].aliases:
                 continue
             if outlives_turns(task, registers[source]) or outlives_turns(task, registers[target]):
                 continue
             last = all(times.done[t.name] <= times.start[task.name] for t in readers[source])
-            if last and _same_memory(registers[source], registers[target]):
+            if last and _same_memory(registers[source], registers[target], op.view):
                 registers[target] = replace(registers[target], aliases=source)
     return replace(program, registers=tuple(registers.values()))
 
 
-def _same_memory(a: Register, b: Register) -> bool:
-    """Whether one can lie over the other; slots are counted for the life of each alone."""
-    return (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout) and not (
-        a.rewound or b.rewound
-    )
+def _same_memory(a: Register, b: Register, view: bool) -> bool:
+    """Whether one can lie over the other; slots are counted for the life of each alone.
+
+    In a `view` the elements of every shard keep their order, so that shapes and layouts may differ.
+    """
+    alike = (a.shape, a.layout) == (b.shape, b.layout) or (view and a.nbytes == b.nbytes)
+    return alike and a.dtype == b.dtype and not (a.rewound or b.rewound)
 
 
 def blocks_of(program: Program, lasting: set[str]) -> list[Block]:

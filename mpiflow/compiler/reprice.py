@@ -18,15 +18,14 @@ from mpiflow.compiler.cost import (
     compute_seconds,
     copy_seconds,
     exchange_seconds,
+    kernel_seconds,
     message_seconds,
     read_seconds,
-    roofline,
     rounded,
 )
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.owners import fetch_seconds, rows_seconds
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.op import REGISTRY
 from mpiflow.plan.exchange import packing_bytes
 from mpiflow.plan.pieces import most_pieces
 from mpiflow.plan.places import D2H, H2D
@@ -67,17 +66,7 @@ def _seconds(
         return copy_seconds(machine, task.nbytes)
     if task.kind == "collective":
         return _collective(task, tensors, mesh, machine)
-    return _compute(task, tensors, machine)
-
-
-def _compute(task: Task, tensors: Mapping[str, Register], machine: Machine) -> float:
-    dtype = tensors[(*task.inputs, *task.outputs)[-1]].dtype
-    unit = REGISTRY[task.op].unit
-    kernel = machine.kernels.get(task.op)
-    if kernel is None:
-        return compute_seconds(machine, task.flops, task.nbytes, dtype, unit)
-    ideal = roofline(machine, task.flops, task.nbytes, dtype, unit)
-    return kernel.seconds + kernel.factor * ideal
+    return kernel_seconds(machine, task, tensors[(*task.inputs, *task.outputs)[-1]].dtype)
 
 
 def _collective(task: Task, tensors: Mapping[str, Register], mesh: Mesh, machine: Machine) -> float:

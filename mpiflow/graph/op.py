@@ -53,6 +53,9 @@ class Op:
     """How the outputs combine over a split letter that they lost."""
     inplace: ClassVar[tuple[tuple[int, int], ...]] = ()
     """Pairs (input, output) that may share memory."""
+    view: ClassVar[bool] = False
+    """Whether the output is the input byte for byte: then it may share its memory in any shape,
+    and the kernel of one that does has nothing to do."""
     precision: ClassVar[str] = "high"
     """In a job of 16-bit precision: "low" computes in it, "high" in float32, "follow" in what its
     inputs have, "any" takes each input as it is."""

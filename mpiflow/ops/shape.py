@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,6 +12,27 @@ from mpiflow.graph.op import Op, ShardView, op
 from mpiflow.graph.rule import Rule, Shape
 from mpiflow.graph.tensor import DTYPES, Tensor, is_float
 from mpiflow.ops.base import Gradients, Tensors, apply, dim_index, refusal
+
+
+class View(Op):
+    """Base of ops whose output is their input byte for byte."""
+
+    precision = "follow"
+    linear = ((0,),)
+    inplace = ((0, 0),)
+    view = True
+
+    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
+        self.bind(shard, out, x)()
+
+    def bind(self, shard: ShardView, out: Any, *arrays: Any) -> Callable[[], Any]:
+        x = arrays[0].reshape(out.shape)
+        shared = shard.xp.may_share_memory(out, x)
+        return _nothing if shared else partial(shard.xp.copyto, out, x)
+
+
+def _nothing() -> None:
+    """What there is to do where the output lies where the input does."""
 
 
 @op
@@ -37,35 +59,23 @@ class Cast(Op):
 
 
 @op
-class Identity(Op):
+class Identity(View):
     """A copy."""
 
-    precision = "follow"
     rule = "... -> ..."
-    linear = ((0,),)
-    inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return dys
 
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.copyto(out, x)
-
 
 @op
-class StopGradient(Op):
+class StopGradient(View):
     """The same value, through which no gradient flows."""
 
-    precision = "follow"
     rule = "... -> ..."
-    linear = ((0,),)
-    inplace = ((0, 0),)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (None,)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.copyto(out, x)
 
 
 @op
@@ -91,16 +101,14 @@ class Permute(Op):
 
 
 @op
-class Reshape(Op):
+class Reshape(View):
     """The same elements in another shape.
 
     Dims that one side has joined and the other apart are compound dims, whose leading part may
     be split: (n, c, h) -> (n, c*h) keeps a batch split and allows one of c.
     """
 
-    precision = "follow"
     shape: tuple[int, ...]
-    linear = ((0,),)
 
     def pattern(self, shapes: tuple[Shape, ...]) -> Rule:
         if prod(shapes[0]) != prod(self.shape):
@@ -147,9 +155,6 @@ class Reshape(Op):
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return (apply(Reshape(inputs[0].shape), dys[0]),)
-
-    def kernel(self, shard: ShardView, out: Any, x: Any) -> None:
-        shard.xp.copyto(out, x.reshape(out.shape))
 
 
 def _groups(a: Shape, b: Shape) -> list[tuple[Shape, Shape]]:

@@ -22,7 +22,7 @@ from mpiflow.graph.sbp import B, P
 from mpiflow.ops import Fill
 from mpiflow.ops.elementwise import Add, Scale
 from mpiflow.ops.reduction import Expand, ReduceSum
-from mpiflow.ops.shape import StopGradient
+from mpiflow.ops.shape import Reshape, StopGradient
 from mpiflow.plan.records import Output, Program, Task
 from mpiflow.plan.verify import verify
 
@@ -135,6 +135,34 @@ def test_a_sum_whose_parts_are_read_again_keeps_them():
     aliases = {r.name: r.aliases for r in program.registers}
     assert aliases[y.name] == ""
     assert aliases[last.name] == "z"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["read once", "read again"])
+def test_a_reshape_is_a_view_of_what_nobody_needs_any_more(again):
+    d = Draft()
+    x = d.compute(Fill((2, 6), 1.0), [], d.tensor("x", (2, 6)))
+    y = d.compute(Reshape((3, 4)), [x], d.tensor("y", (3, 4)))
+    z = d.compute(Scale(2.0), [y], d.tensor("z", (3, 4)))
+    last = d.compute(Scale(2.0), [x], d.tensor("last", (2, 6))) if again else z
+    placed = plan_memory((), (schedule(d.program(z, last) if again else d.program(z)),))
+    registers = {r.name: r for r in placed.programs[0].registers}
+    assert registers["y"].aliases == ("" if again else "x")
+    assert (registers["y"].offset == registers["x"].offset) is not again
+
+
+def test_a_view_costs_no_more_than_its_call():
+    def model(batch):
+        x = mf.scale(mf.cast(batch["image"], "float32"), 0.5)
+        flat = mf.reshape(x, (x.shape[0] * 3, 2))
+        return {"loss": mf.mean(mf.square(nn.Dense(3, name="fc")(flat)))}
+
+    train = digits().train
+    plan = compile_for("data=2", mf.Job("views", model, train=train, optimizer=mf.SGD(lr=0.1)))
+    program = plan.program("train")
+    task = next(task for task in program.tasks if task.op == "Reshape")
+    registers = {r.name: r for r in program.registers}
+    assert registers[task.outputs[0]].aliases == task.inputs[0]
+    assert (task.nbytes, task.flops, task.seconds) == (0, 0, MACHINE.launch)
 
 
 def test_the_digits_send_one_message_a_step():
