@@ -222,6 +222,10 @@ def _argmax(a, axis=None, dtype=None, out=None, keepdims=False):
     return on_device(np.argmax)(a, axis=axis, out=out, keepdims=keepdims)
 
 
+def _may_share_memory(a, b):
+    return np.may_share_memory(host(a), host(b))
+
+
 def cupy():
     """What mpiflow uses of CuPy."""
     made = {name: getattr(np, name) for name in (*VALUES, *VIEWS)}
@@ -229,7 +233,8 @@ def cupy():
     made |= {name: Ufunc(name) for name in (*UFUNCS, "add", "multiply", "maximum")}
     made |= {
         "flatnonzero": _flatnonzero, "asarray": _asarray,
-        "copyto": _copyto, "put": _put, "max": _max, "argmax": _argmax,
+        "may_share_memory": _may_share_memory, "copyto": _copyto, "put": _put, "max": _max,
+        "argmax": _argmax,
         "ElementwiseKernel": Elementwise, "ReductionKernel": Reduction,
     }  # fmt: skip
     return SimpleNamespace(**made)

@@ -35,7 +35,7 @@ VALUES = (
     "bool_", "finfo", "float16", "float32", "float64", "iinfo", "inf", "int32", "int64", "ndarray",
     "newaxis", "pi", "uint8", "uint16", "uint32", "uint64",
 )  # fmt: skip
-FORWARDED = (*UFUNCS, *VIEWS, *ALLOCATING, *VALUES, "argmax")
+FORWARDED = (*UFUNCS, *VIEWS, *ALLOCATING, *VALUES, "argmax", "may_share_memory")
 
 TAKE = """
 long long row = (long long)index[i / width];
