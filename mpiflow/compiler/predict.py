@@ -17,17 +17,15 @@ from functools import partial
 from math import ceil
 from pathlib import Path
 
-import numpy as np
-
 from mpiflow.compiler.account import reading_bytes
 from mpiflow.compiler.arrange import (
     NUMERICS,
     Target,
-    arenas_of,
     arrange_stages,
     priced,
     stored,
 )
+from mpiflow.compiler.assemble import plan_of
 from mpiflow.compiler.build import Builder
 from mpiflow.compiler.lower import PREFETCH, lower_initialise
 from mpiflow.compiler.memory import Packed
@@ -35,7 +33,6 @@ from mpiflow.compiler.parts import Step, make_step
 from mpiflow.compiler.signature import Placed, choose
 from mpiflow.compiler.stages import Stages, assign_equally, assign_stages
 from mpiflow.compiler.trace import take_rows, trace
-from mpiflow.compiler.userops import identity_section, user_ops
 from mpiflow.errors import DataError, UsageError
 from mpiflow.graph.check import check
 from mpiflow.graph.graph import Graph, building
@@ -47,7 +44,6 @@ from mpiflow.job import Job
 from mpiflow.ops.shape import cast
 from mpiflow.plan.records import WRITE, DataSet, Field, Plan, Program, Settings, Task, Variable
 from mpiflow.plan.verify import verify
-from mpiflow.version import __version__
 
 PREDICT = "predict"
 """The data set, and the program of full batches; that of the rest ends with "_tail"."""
@@ -80,27 +76,16 @@ def compile_predict(
     graph = steps[0].placed.graph
     parts = [_part(stage, steps, folder) for stage in range(target.mesh.stages)]
     packed = arrange_stages(parts, target, folder)
-    programs = tuple(program for stage in packed for program in stage.programs)
-    ops = user_ops(programs, folder)
-    plan = Plan(
-        job=job.name,
-        version=__version__,
-        numpy=np.__version__,
-        mesh=target.mesh,
-        device=target.device,
-        machine=target.machine.name,
-        overlap=target.machine.overlap,
-        numerics=NUMERICS,
-        seed=job.seed,
-        identity=(*_identity(graph, job, data), *identity_section(ops)),
-        variables=tuple(variable for stage in packed for variable in stage.variables),
-        arenas=arenas_of(packed, target.device),
-        process_bytes=max(_process_bytes(one, target, data, cache_bytes) for one in packed),
-        data=(data,),
+    plan = plan_of(
+        job,
+        target,
+        packed,
+        identity=_identity(graph, job, data),
+        data=[data],
         settings=Settings(epochs=1, steps_per_epoch=ceil(data.rows / data.batch)),
-        programs=programs,
-        notes=tuple(dict.fromkeys(note for stage in packed for note in stage.notes)),
-        ops=ops,
+        process_bytes=max(_process_bytes(one, target, data, cache_bytes) for one in packed),
+        notes=[note for stage in packed for note in stage.notes],
+        folder=folder,
     )
     plan = priced(plan, target.machine)
     verify(plan)
