@@ -171,7 +171,7 @@ class Program:
         made_by = {n: task.name for task in self.tasks for n in task.outputs if n in registers}
         return {
             task.name: tuple(
-                dict.fromkeys((*(made_by[n] for n in task.inputs if n in made_by), *task.after))
+                dict.fromkeys([*[made_by[n] for n in task.inputs if n in made_by], *task.after])
             )
             for task in self.tasks
         }
