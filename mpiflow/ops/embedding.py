@@ -76,7 +76,7 @@ class EmbeddingGrad(RowGradient):
         return prod(inputs[0]) + prod(outputs[0])
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return run_bytes((prod(inputs[1]), inputs[0][-1]), dtype, lanes=4)
+        return run_bytes((prod(inputs[1]), inputs[0][-1]), dtype, lanes=3)
 
     def kernel(self, shard: ShardView, out: Any, dy: Any, ids: Any) -> None:
         out.fill(0)

@@ -92,7 +92,7 @@ class GatherGrad(Places):
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         count, width = prod(inputs[1]), prod(inputs[0][2:])
-        return carved(*_pieces(inputs[1])) + run_bytes((count, width), dtype, lanes=4)
+        return carved(*_pieces(inputs[1])) + run_bytes((count, width), dtype, lanes=3)
 
     def grad(self, inputs: Tensors, outputs: Tensors, dys: Tensors) -> Gradients:
         return apply(Gather(), dys[0], inputs[1]), None

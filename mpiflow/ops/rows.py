@@ -17,7 +17,7 @@ from mpiflow.graph.rule import Rule, Shape, Signature
 from mpiflow.graph.sbp import UNION, B, S
 from mpiflow.ops.base import Gradients, Tensors, apply, require_float
 from mpiflow.ops.index import require_index
-from mpiflow.ops.runs import run_bytes, runs, sorted_keys, sum_runs
+from mpiflow.ops.runs import run_bytes, runs, sorted_keys, sum_run, sum_runs
 
 PADDING = 2**63 - 1
 """The id of an entry that is no row; it comes after all others."""
@@ -89,7 +89,7 @@ class SumRows(Op):
         return prod(inputs[0]) + prod(inputs[1])
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return run_bytes(inputs[0], dtype, lanes=3)
+        return run_bytes(inputs[0], dtype, lanes=2)
 
     def kernel(self, shard: ShardView, out: Any, values: Any, ids: Any) -> None:
         xp, count = shard.xp, ids.size
@@ -99,13 +99,16 @@ class SumRows(Op):
             self._sum_without_waiting(shard, sums, rows, values, ids)
             return
         done, last = 0, -1
-        for target, block, lanes in runs(xp, shard.work, values, ids, 0, self.rows, lanes=3):
-            if int(target[0]) == last:  # this run began in the block before
-                done -= 1
-                xp.add(block[0], sums[done], out=block[0])
-            starts = sum_runs(xp, target, block, sums[done:], lanes)
+        for target, place, lanes in runs(xp, shard.work, values, ids, 0, self.rows, lanes=2):
+            begun = int(xp.searchsorted(target, last, side="right"))  # of the last run before
+            if begun:
+                sum_run(xp, values, place[:begun], lanes[1][0], lanes[0])
+                xp.add(sums[done - 1], lanes[1][0], out=sums[done - 1])
+            target, place = target[begun:], place[begun:]
+            starts = sum_runs(xp, target, values, place, sums[done:], lanes)
             xp.take(target, starts, out=rows[done : done + len(starts)], mode="clip")
-            done, last = done + len(starts), int(target[-1])
+            done += len(starts)
+            last = int(target[-1]) if len(target) else last
         if self.clears:
             sums[done:] = 0
         rows[done:] = PADDING
@@ -117,7 +120,7 @@ class SumRows(Op):
         if not ids.size:
             return
         xp = shard.xp
-        keys, place, shift, _ = sorted_keys(xp, shard.work, values, ids, 0, self.rows, lanes=3)
+        keys, place, shift, _ = sorted_keys(xp, shard.work, values, ids, 0, self.rows, lanes=2)
         row = xp.right_shift(keys, shift)
         place[:1] = 0
         xp.not_equal(row[1:], row[:-1], out=place[1:])

@@ -14,11 +14,13 @@ from mpiflow.graph.rule import Shape
 from mpiflow.ops.work import Piece, carve, carved
 
 _BLOCK = 1 << 18
-"""Elements of rows that are gathered and summed at a time."""
+"""Elements of rows that are summed at a time."""
 BLOCK_ROWS = 1 << 11
 """The most rows of a block."""
 _SHORT = 8
 """Runs of up to so many rows are added together, the first of each, then the second."""
+Lane = Any
+"""Scratch for the rows of a block."""
 
 
 def block_rows(width: int) -> int:
@@ -44,10 +46,10 @@ def _pieces(count: int, width: int, dtype: Any, lanes: int) -> tuple[Piece, ...]
 
 def runs(
     xp: Any, work: Any, values: Any, ids: Any, start: int, held: int, lanes: int
-) -> Iterator[tuple[Any, Any, list[Any]]]:
-    """Blocks of (row - start, value of it), sorted by row, of the ids that lie in `held` rows.
+) -> Iterator[tuple[Any, Any, list[Lane]]]:
+    """Blocks of (row - start, where its value is), sorted, of the ids that lie in `held` rows.
 
-    Beside each block come `lanes` - 1 of scratch. `values` are (n, d), `ids` are (n,).
+    With each block come `lanes` of scratch for its rows. `values` are (n, d), `ids` are (n,).
     """
     width = values.shape[1]
     keys, scratch, shift, blocks = sorted_keys(xp, work, values, ids, start, held, lanes)
@@ -55,11 +57,9 @@ def runs(
     step = block_rows(width)
     for first in range(0, found, step):
         block = keys[first : min(first + step, found)]
-        own, *rest = (b[: len(block) * width].reshape(len(block), width) for b in blocks)
-        target, position = scratch[: len(block)], block & ((1 << shift) - 1)
-        xp.right_shift(block, shift, out=target)
-        xp.take(values, position, axis=0, out=own, mode="clip")
-        yield target, own, rest
+        rows = [lane[: len(block) * width].reshape(len(block), width) for lane in blocks]
+        target = xp.right_shift(block, shift, out=scratch[: len(block)])
+        yield target, xp.bitwise_and(block, (1 << shift) - 1, out=block), rows
 
 
 def sorted_keys(
@@ -74,16 +74,16 @@ def sorted_keys(
 def add_rows(xp: Any, work: Any, out: Any, values: Any, ids: Any, start: int) -> None:
     """Add the values (n, d) of each id, in order, to its row of `out` (rows from `start` on), zero.
 
-    Ids of other rows count for nothing. The workspace is that of `run_bytes` with four lanes.
+    Ids of other rows count for nothing. The workspace is that of `run_bytes` with three lanes.
     """
     held = len(out)
     if hasattr(xp, "sum_sorted"):  # a GPU, which must not be asked how many there are
-        keys, place, shift, _ = sorted_keys(xp, work, values, ids, start, held, lanes=4)
+        keys, place, shift, _ = sorted_keys(xp, work, values, ids, start, held, lanes=3)
         xp.right_shift(keys, shift, out=place)
         xp.sum_sorted(out, values, keys, place, shift, held)
         return
-    for target, rows, (sums, *lanes) in runs(xp, work, values, ids, start, held, lanes=4):
-        starts = sum_runs(xp, target, rows, sums, lanes)
+    for target, place, (sums, *lanes) in runs(xp, work, values, ids, start, held, lanes=3):
+        starts = sum_runs(xp, target, values, place, sums, lanes)
         # The first run may go on from the block before.
         xp.add(sums[0], out[int(target[0])], out=sums[0])
         out[target[starts]] = sums[: len(starts)]
@@ -108,11 +108,14 @@ def _sort(xp: Any, keys: Any, scratch: Any, ids: Any, start: int, held: int) -> 
     return shift
 
 
-def sum_runs(xp: Any, target: Any, rows: Any, sums: Any, lanes: list[Any]) -> Any:
-    """Write the sum of each run of equal targets to `sums`; gives the first position of each."""
+def sum_runs(xp: Any, target: Any, values: Any, place: Any, sums: Any, lanes: list[Lane]) -> Any:
+    """Write the sum of each run of equal targets to `sums`; gives the first position of each.
+
+    `place` says where the value of each target is.
+    """
     starts = xp.flatnonzero(xp.diff(target, prepend=-1))
     lengths = xp.diff(starts, append=len(target))
-    xp.take(rows, starts, axis=0, out=sums[: len(starts)], mode="clip")
+    xp.take(values, place[starts], axis=0, out=sums[: len(starts)], mode="clip")
     short = xp.flatnonzero(lengths <= _SHORT)
     for i in range(1, _SHORT):
         short = short[lengths[short] > i]
@@ -120,9 +123,19 @@ def sum_runs(xp: Any, target: Any, rows: Any, sums: Any, lanes: list[Any]) -> An
             break
         a, b = (lane[: len(short)] for lane in lanes)
         xp.take(sums, short, axis=0, out=a, mode="clip")
-        xp.take(rows, starts[short] + i, axis=0, out=b, mode="clip")
+        xp.take(values, place[starts[short] + i], axis=0, out=b, mode="clip")
         sums[short] = xp.add(a, b, out=a)
-    for run in xp.flatnonzero(lengths > _SHORT).tolist():
-        first = int(starts[run])
-        xp.add.reduce(rows[first : first + int(lengths[run])], axis=0, out=sums[run])
+    long = xp.flatnonzero(lengths > _SHORT).tolist()
+    if long:
+        begin, end = int(starts[long[0]]), int(starts[long[-1]] + lengths[long[-1]])
+        rows = xp.take(values, place[begin:end], axis=0, out=lanes[0][: end - begin], mode="clip")
+        for run in long:
+            first = int(starts[run]) - begin
+            xp.add.reduce(rows[first : first + int(lengths[run])], axis=0, out=sums[run])
     return starts
+
+
+def sum_run(xp: Any, values: Any, place: Any, out: Any, lane: Lane) -> None:
+    """Write the sum of the values at these places."""
+    rows = xp.take(values, place, axis=0, out=lane[: len(place)], mode="clip")
+    xp.add.reduce(rows, axis=0, out=out)
