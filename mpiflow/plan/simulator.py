@@ -244,8 +244,9 @@ class _Clock:
         self.ends: list[float] = []
         self.free = [0.0] * len(runs.streams)
         self.exposed: list[dict[str, float]] = []
-        # Of each lane, when messages began whose overhead its kernels have not felt yet.
-        self.owed: list[list[tuple[float, float]]] = [[] for _ in runs.lanes]
+        # Of each lane, messages whose overhead its kernels have not felt yet: when they began, the
+        # overhead, the kind of their stream.
+        self.owed: list[list[tuple[float, float, str]]] = [[] for _ in runs.lanes]
 
     def step(self) -> None:
         """Fire every run once."""
@@ -258,11 +259,9 @@ class _Clock:
             kind = self.kinds[run.stream]
             start, reason = self._start(number, run, kind, begin)
             if kind == "compute":
-                if self.owed[run.lane]:
-                    core = self._core_free(run.lane, computed[run.lane], start)
-                    if core > start:
-                        start, reason = core, "comm"
                 self.exposed[run.lane][reason] += max(0.0, start - computed[run.lane])
+                if self.owed[run.lane]:
+                    start = self._after_messages(run.lane, computed[run.lane], start)
                 computed[run.lane] = start + self.seconds[number][-1]
             if self.overlap or kind != "comm":
                 self._fire(number, start)
@@ -289,18 +288,25 @@ class _Clock:
             self.exposed[lane]["comm"] += over - last
             self.exposed[lane]["receive"] += end - over
 
-    def _core_free(self, lane: int, free: float, start: float) -> float:
-        """When a core that computed until `free` has done what messages want of it by `start`."""
+    def _after_messages(self, lane: int, free: float, start: float) -> float:
+        """When what could start at `start` may have the core, which computed until `free`.
+
+        Messages that began by then have it before; what they delay is exposed as of their kind.
+        """
         felt = [one for one in self.owed[lane] if one[0] <= start]
         self.owed[lane] = [one for one in self.owed[lane] if one[0] > start]
-        for began, seconds in sorted(felt):
+        for began, seconds, kind in sorted(felt):
             free = max(free, began) + seconds
-        return free
+            self.exposed[lane][kind] += max(0.0, free - start)
+            start = max(start, free)
+        return start
 
     def _fire(self, number: int, start: float) -> None:
         self.starts[-1][number] = start
         if self.overheads[number]:
-            self.owed[self.runs.runs[number].lane].append((start, self.overheads[number]))
+            run = self.runs.runs[number]
+            owed = start, self.overheads[number], self.kinds[run.stream]
+            self.owed[run.lane].append(owed)
         self.free[self.runs.runs[number].stream] = start + self.seconds[number][-1]
 
     def _settle(self, number: int, now: float) -> None:

@@ -4,12 +4,14 @@ GPipe (Huang et al. 2019), 1F1B and interleaved stages (Narayanan et al. 2021), 
 2024): seconds F forward, B backward, W for gradients of weights, of a stage and a micro-batch.
 """
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from balanced import balanced
 from unfolded import firings
 
+from mpiflow.plan.records import RECEIVE, SEND
 from mpiflow.plan.simulator import simulate
 
 SIZES = [(2, 2), (4, 4), (3, 9), (8, 16)]
@@ -95,6 +97,19 @@ def test_as_many_pieces_are_in_flight_at_once_as_theory_says(stages, virtual):
     alive = accumulate(change for _, change in sorted(begun + ended))
     wanted = virtual * stages + stages - 1
     assert max(alive) == wanted <= kept(plan, 0) <= virtual * 2 * stages
+
+
+def test_what_messages_take_from_kernels_is_exposed_as_of_stages():
+    plan = balanced(2, 4, "1f1b", 1, 1, 1, 1, 0.2)
+    tasks = [
+        tuple(replace(t, overhead=0.1) if t.kind in (SEND, RECEIVE) else t for t in p.tasks)
+        for p in plan.programs
+    ]
+    programs = tuple(replace(p, tasks=t) for p, t in zip(plan.programs, tasks, strict=True))
+    found, plain = simulate(replace(plan, programs=programs)), simulate(plan)
+    assert plain.step_seconds + 8 * 0.1 <= found.step_seconds <= plain.step_seconds + 16 * 0.1
+    assert dict(found.exposed)["comm"] == 0
+    assert found.bubble == pytest.approx(found.step_seconds - 4 * 3)
 
 
 @pytest.mark.parametrize("hop", [0.2, 3.0])
