@@ -47,9 +47,10 @@ def failed(slurm, folder, fault, *options):
     ],
 )
 def test_one_sentence_says_who_is_at_fault(slurm, folder, fault, code, sentence):
-    """A stall is certain after 5 s, and 5 s later all are gone."""
+    """And soon: a stall is certain after 5 s, or after 4 times the longest stand before, as where
+    ranks share their CPUs; Slurm kills what does not end by itself 5 s later (its KillWait)."""
     ended, said, seconds = failed(slurm, folder, fault)
     assert (ended.state, ended.exit_code in {code, *ENDED}) == ("FAILED", True), ended
     assert len(said) == 1, ended.output
     assert re.fullmatch(sentence, said[0])
-    assert seconds < 10
+    assert seconds < 30
