@@ -26,7 +26,7 @@ from mpiflow.exec.engine import LONGEST_SLEEP_SECONDS, Bell
 from mpiflow.exec.segments import HostStream, Segment
 from mpiflow.exec.transport import Group, Start, Transport
 
-OVERHEAD = "of it beside kernels"
+OVERHEAD = "messages beside kernels"
 """What messages take from kernels of the same rank, in the table of what was measured."""
 OVERHEAD_SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 21)
 """Bytes of a message whose overhead is measured: 1 KiB to 2 MiB."""
