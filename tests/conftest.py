@@ -110,6 +110,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed_of_case", range(metafunc.config.option.cases))
 
 
+def pytest_make_parametrize_id(config, val, argname):
+    """Bytes are no names: processes must agree on these, and a compressed file holds its time."""
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
 def pytest_runtest_setup(item):
     """What only the CPU promises is not asked of the fake device."""
     mark = item.get_closest_marker("host")
