@@ -65,7 +65,7 @@ def test_every_so_many_epochs_and_the_job_ends_with_its_epochs(run, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_saves_by_the_minute_and_without_an_evaluation(run, tmp_path):
-    write_job(tmp_path, "save=mf.Every(minutes=0.001, keep=9)")
+    write_job(tmp_path, "save=mf.Every(minutes=0.0001, keep=9)")
     rows = run.train(2, "--steps", 400)
     assert len(rows) == 401
     assert evaluations_of(rows) == []
