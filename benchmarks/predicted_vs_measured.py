@@ -3,6 +3,7 @@
     python benchmarks/predicted_vs_measured.py [--cluster FILE.toml] [--quick] [--steps N]
                                                [--ranks 1,2] [--cpu] [NAME ...]
     python benchmarks/predicted_vs_measured.py --layouts NAME [--cluster FILE.toml] ...
+    python benchmarks/predicted_vs_measured.py --two-hosts NAME LAYOUT [--rounds N] [--steps N]
     mpiexec -n N python benchmarks/predicted_vs_measured.py --inside NAME LAYOUT --cluster FILE.toml
 
 Calibrates on as many ranks as the largest number given, unless --cluster names a machine file;
@@ -11,9 +12,11 @@ compares them with the plan's prediction. `median` is over all steps but the fir
 that of the calmest five steps in a row, which other load on the machine disturbs least; errors are
 those of `calm`. With --layouts, one job runs on two ranks in five layouts, to compare their order
 by predicted and by measured time; with --inside, one job in one layout on the ranks of an MPI job,
-such as those of two_hosts.py, with data that stays in the temporary folder. On a busy machine
---cpu counts the seconds that the main thread was at work, which says how good the prices of kernels
-are; what ranks wait for is not in it.
+such as those of two_hosts.py, with data that stays in the temporary folder. With --two-hosts, each
+of some rounds calibrates the two hosts of two_hosts.py anew and then runs the job on them, as cores
+of virtual machines change their speed by the minute; medians over the rounds are compared. On a
+busy machine --cpu counts the seconds that the main thread was at work, which says how good the
+prices of kernels are; what ranks wait for is not in it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -89,9 +93,20 @@ def train(name: str, layout: str, data: Path, cluster: str, steps: int, cpu: boo
 
 
 def mpiexec(ranks: int, *arguments: object) -> str:
-    """What python prints on so many ranks; its errors are shown where it fails."""
+    """What python prints on so many ranks."""
     beside = Path(sys.executable).parent / "mpiexec"
-    command = [beside if beside.exists() else "mpiexec", "-n", ranks, sys.executable, *arguments]
+    start = beside if beside.exists() else "mpiexec"
+    return output_of(start, "-n", ranks, sys.executable, *arguments)
+
+
+def two_hosts(*arguments: object) -> str:
+    """What python prints on two ranks, each on an emulated host of its own."""
+    script = Path(__file__).with_name("two_hosts.py")
+    return output_of(sys.executable, script, sys.executable, *arguments)
+
+
+def output_of(*command: object) -> str:
+    """What a command prints; its errors are shown where it fails."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [str(part) for part in command],
@@ -120,6 +135,10 @@ def figures(output: str) -> tuple[float, float, float]:
     return predicted, statistics.median(seconds), min(map(statistics.median, windows))
 
 
+def milliseconds(found: Sequence[float]) -> str:
+    return "".join(f"{1e3 * seconds:8.2f} ms" for seconds in found)
+
+
 def inside(name: str, layout: str, cluster: Path, steps: int) -> None:
     """One job in one layout on the ranks that this is one of."""
     data, output = Path(tempfile.gettempdir()) / "mpiflow-predicted", io.StringIO()
@@ -127,8 +146,21 @@ def inside(name: str, layout: str, cluster: Path, steps: int) -> None:
         train(name, layout, data, str(cluster), steps, cpu=False)
     if output.getvalue():
         found = figures(output.getvalue())
-        times = "".join(f"{1e3 * seconds:8.2f} ms" for seconds in found)
-        print(f"{name:12} {layout}{times}  {100 * (found[0] / found[2] - 1):+5.0f} %")
+        print(f"{name:12} {layout}{milliseconds(found)}  {100 * (found[0] / found[2] - 1):+5.0f} %")
+
+
+def by_rounds(name: str, layout: str, rounds: int, steps: int, folder: Path) -> None:
+    """Calibrate two emulated hosts and run the job on them, by turns; medians over the rounds."""
+    cluster, found = folder / "two.toml", []
+    for number in range(1, rounds + 1):
+        two_hosts("-m", "mpiflow", "calibrate", "-o", cluster)
+        output = two_hosts(__file__, "--train", name, layout, folder, cluster, steps, False)
+        found.append(figures(output))
+        print(f"{name:12} {layout}  round {number} {milliseconds(found[-1])}", flush=True)
+    middle = [statistics.median(column) for column in zip(*found, strict=True)]
+    against = [f"{100 * (middle[0] / seconds - 1):+.0f} %" for seconds in middle[1:]]
+    print(f"{name:12} {layout}  medians {milliseconds(middle)}")
+    print(f"error: {against[0]} of the median, {against[1]} of calm steps")
 
 
 def report(names: list[str], counts: list[int], *arguments: object) -> None:
@@ -138,7 +170,7 @@ def report(names: list[str], counts: list[int], *arguments: object) -> None:
         for ranks in counts:
             found = compare(name, ranks, *arguments)
             errors.append(found[0] / found[2] - 1)
-            times = "".join(f"{1e3 * seconds:8.2f} ms" for seconds in found)
+            times = milliseconds(found)
             print(f"{name:12} {ranks:5}{times}  {100 * errors[-1]:+5.0f} %", flush=True)
     sizes = [100 * abs(error) for error in errors]
     print(f"median error {statistics.median(sizes):.0f} %, largest {max(sizes):.0f} %")
@@ -150,7 +182,7 @@ def report_layouts(name: str, *arguments: object) -> None:
     print(f"{name:26} predicted     median       calm")
     predicted = sorted(found, key=lambda layout: found[layout][0])
     for layout in predicted:
-        print(f"{layout:24}" + "".join(f"{1e3 * seconds:8.2f} ms" for seconds in found[layout]))
+        print(f"{layout:24}{milliseconds(found[layout])}")
     measured = sorted(found, key=lambda layout: found[layout][2])
     print("the same order" if measured == predicted else f"measured order: {measured}")
 
@@ -167,6 +199,8 @@ def main() -> None:
     options.add_argument("names", nargs="*", default=list(JOBS), metavar="NAME")
     options.add_argument("--layouts", metavar="NAME")
     options.add_argument("--inside", nargs=2, metavar=("NAME", "LAYOUT"))
+    options.add_argument("--two-hosts", nargs=2, metavar=("NAME", "LAYOUT"))
+    options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.train:
@@ -183,6 +217,9 @@ def main() -> None:
         data = Path(folder)
         pack = [sys.executable, ROOT / "examples" / "pack_digits.py", "--out", data / "digits"]
         subprocess.run(pack, check=True, capture_output=True)
+        if given.two_hosts:
+            by_rounds(*given.two_hosts, given.rounds, given.steps + WARM, data)
+            return
         cluster = given.cluster or data / "here.toml"
         if given.cluster is None:
             quick = ["--quick"] * given.quick
