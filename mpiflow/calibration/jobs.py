@@ -65,11 +65,27 @@ def references(*, quick: bool) -> list[Reference]:
     ]
 
 
-def pipelines(ranks: int, *, quick: bool) -> list[Plan]:
-    """Jobs of two stages in micro-batches, on an even number of ranks: many small messages."""
-    mesh = Mesh((("stage", 2), ("data", ranks // 2)) if ranks > 2 else (("stage", 2),))
-    jobs = (_bert(8 * ranks, 64, 32), _gpt(8 * ranks, 64), _dense(128 * ranks, 512))
-    return [job.plan(mesh, 8) for job in jobs[: 1 if quick else None]]
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A job in two stages, and `alone` the same kernels on one rank, without messages."""
+
+    staged: Plan
+    alone: Plan
+
+
+def pipelines(ranks: int, *, quick: bool) -> list[Pipeline]:
+    """Jobs in micro-batches, on an even number of ranks: many small messages."""
+    copies = ranks // 2
+    mesh = Mesh((("stage", 2), ("data", copies)) if copies > 1 else (("stage", 2),))
+    kinds: list[Callable[[int], Reference]] = [
+        lambda rows: _bert(rows, 64, 32),
+        lambda rows: _gpt(rows, 64),
+        lambda rows: _dense(16 * rows, 512),
+    ]
+    return [
+        Pipeline(kind(16 * copies).plan(mesh, 8), kind(16).plan(ALONE, 8))
+        for kind in kinds[: 1 if quick else None]
+    ]
 
 
 def _sgd() -> mf.SGD:

@@ -29,7 +29,7 @@ from mpiflow.calibration.beside import (
     measure_overlap,
 )
 from mpiflow.calibration.fit import Fit
-from mpiflow.calibration.jobs import pipelines
+from mpiflow.calibration.jobs import Pipeline, pipelines
 from mpiflow.calibration.kernels import (
     Call,
     Rates,
@@ -128,7 +128,7 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
             overlap=overlap,
             overhead=beside,
             pipelines=staged,
-            passed=[max(each) for each in zip(*through, strict=True)],
+            passed=[_slowest(each) for each in zip(*through, strict=True)],
             reads=[(n, statistics.median(t)) for (n, *t) in _columns(points)],
             plans=plans,
             alone=timed[0][0],
@@ -155,6 +155,12 @@ def _over_ranks(calls: Sequence[Call], seconds: Sequence[Sequence[float]]) -> li
         replace(call, seconds=statistics.median(values))
         for call, values in zip(calls, zip(*seconds, strict=True), strict=True)
     ]
+
+
+def _slowest(ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """A pipeline's seconds, in stages and alone, of the rank that takes longest."""
+    staged, alone = zip(*ranks, strict=True)
+    return max(staged), max(alone)
 
 
 def _columns(points: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
@@ -193,8 +199,8 @@ class _Measured:
     links: Mapping[str, Sequence[Series]]
     overlap: bool
     overhead: Sequence[tuple[int, float]]
-    pipelines: Sequence[Plan]
-    passed: Sequence[float]
+    pipelines: Sequence[Pipeline]
+    passed: Sequence[tuple[float, float]]
     reads: list[tuple[float, float]]
     plans: Sequence[Plan]
     alone: Sequence[float]

@@ -7,6 +7,8 @@ around its kernels. A factor on the seconds of all kernels stands for these.
 Where kernels and messages share a core, a step also has what it takes to hand a message over, in
 Python, with caches that the kernels have emptied. It is found in steps of small pipelines: what
 each message must take more from the kernels, so that their predicted seconds are those measured.
+They take turns with steps of the same kernels on one rank, by which these are priced there: what
+is wrong with the prices of kernels, or changes with the machine, is not taken for messages.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mpiflow.calibration.fit import Fit, fit_of
-from mpiflow.calibration.jobs import Reference, references
+from mpiflow.calibration.jobs import Pipeline, Reference, references
 from mpiflow.calibration.kernels import opened
 from mpiflow.compiler.boxing import local_shape
 from mpiflow.compiler.cost import op_seconds
@@ -59,24 +61,50 @@ def _meet(transport: Transport) -> None:
     transport.barrier().wait(transport.check)
 
 
-def measure_pipelines(transport: Transport, plans: Sequence[Plan]) -> list[float]:
-    """Collective. Seconds of a calm step of each plan, which all ranks carry out together."""
-    return [
-        _calm_step(opened(plan, _ALL, transport), lambda: _meet(transport)) for plan in plans
-    ]  # fmt: skip
+def measure_pipelines(transport: Transport, plans: Sequence[Pipeline]) -> list[tuple[float, float]]:
+    """Collective. Seconds of a calm step of each, on all ranks together and on each rank alone."""
+    return [_turns(transport, each) for each in plans]
+
+
+def _turns(transport: Transport, plans: Pipeline) -> tuple[float, float]:
+    sessions = opened(plans.staged, _ALL, transport), opened(plans.alone, _ALL)
+    seconds: tuple[list[float], list[float]] = [], []
+    for first in range(0, _ALL, _CALM):
+        for session, times in zip(sessions, seconds, strict=True):
+            steps = range(first, min(first + _CALM, _ALL))
+            times += _steps(session, steps, lambda: _meet(transport))
+    for session in sessions:
+        session.close()
+    return _calmest(seconds[0]), _calmest(seconds[1])
 
 
 def fit_pipelines(
-    machine: Machine, plans: Sequence[Plan], seconds: Sequence[float]
+    machine: Machine, plans: Sequence[Pipeline], seconds: Sequence[tuple[float, float]]
 ) -> tuple[Machine, float, Fit]:
     """The machine whose messages take more from kernels, and how many seconds more.
 
-    The median of what each of these plans asks for.
+    The median of what each of these asks for, by its `seconds` in stages and alone.
     """
-    wanted = [_overhead_of(machine, *one) for one in zip(plans, seconds, strict=True)]
+    busy = [
+        _with_kernels(machine.with_ranks(each.staged.mesh.size), each.alone, alone)
+        for each, (_, alone) in zip(plans, seconds, strict=True)
+    ]
+    measured = [staged for staged, _ in seconds]
+    wanted = [
+        _overhead_of(one, each.staged, took)
+        for one, each, took in zip(busy, plans, measured, strict=True)
+    ]
     found = statistics.median(wanted)
-    predicted = [_predicted(machine, plan, found) for plan in plans]
-    return _with_overhead(machine, found), found, fit_of(predicted, seconds)
+    predicted = [
+        _seconds(_with_overhead(one, found), each.staged)
+        for one, each in zip(busy, plans, strict=True)
+    ]
+    return _with_overhead(machine, found), found, fit_of(predicted, measured)
+
+
+def _with_kernels(machine: Machine, plan: Plan, seconds: float) -> Machine:
+    """The machine whose kernels are slower, or faster, so that a step takes so many seconds."""
+    return replace(machine, crowding=((1, seconds / _seconds(machine, plan)),)).with_ranks(1)
 
 
 def _overhead_of(machine: Machine, plan: Plan, seconds: float) -> float:
@@ -84,13 +112,14 @@ def _overhead_of(machine: Machine, plan: Plan, seconds: float) -> float:
     low, high = 0.0, _LONGEST_OVERHEAD_SECONDS
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _predicted(machine, plan, middle) < seconds else (low, middle)
+        rises = _seconds(_with_overhead(machine, middle), plan) < seconds
+        low, high = (middle, high) if rises else (low, middle)
     return low
 
 
-def _predicted(machine: Machine, plan: Plan, overhead: float) -> float:
-    busy = _with_overhead(machine, overhead).with_ranks(plan.mesh.size)
-    train = repriced(plan, busy).program("train")
+def _seconds(machine: Machine, plan: Plan) -> float:
+    """A step, as the machine prices it."""
+    train = repriced(plan, machine).program("train")
     assert train is not None
     return train.seconds
 
@@ -104,13 +133,23 @@ def _with_overhead(machine: Machine, seconds: float) -> Machine:
 
 def _calm_step(session: Session, meet: Callable[[], None]) -> float:
     """The median of the calmest steps in a row; ranks `meet` after each."""
+    seconds = _steps(session, range(_ALL), meet)
+    session.close()
+    return _calmest(seconds)
+
+
+def _steps(session: Session, steps: range, meet: Callable[[], None]) -> list[float]:
     seconds = []
-    for step in range(_ALL):
+    for step in steps:
         began = time.perf_counter()
         session.run("train", step)
         meet()
         seconds.append(time.perf_counter() - began)
-    session.close()
+    return seconds
+
+
+def _calmest(seconds: list[float]) -> float:
+    """Of steps from the first on."""
     seconds = seconds[_WARM:]
     windows = [seconds[i : i + _CALM] for i in range(len(seconds) - _CALM + 1)]
     return min(map(statistics.median, windows))

@@ -18,7 +18,7 @@ from mpiflow.calibration.beside import (
     measure_overlap,
 )
 from mpiflow.calibration.fit import fit_curve, fit_line, fit_of
-from mpiflow.calibration.jobs import Drawn, _dense, references
+from mpiflow.calibration.jobs import ALONE, Drawn, Pipeline, _dense, references
 from mpiflow.calibration.kernels import Call, Rates, fit_ops
 from mpiflow.calibration.links import (
     KINDS,
@@ -362,27 +362,48 @@ def test_a_single_process_has_no_hosts_to_share():
 
 
 def small_pipeline():
-    return _dense(64, 128).plan(Mesh((("stage", 2),)), 4)
+    job = _dense(64, 128)
+    return Pipeline(job.plan(Mesh((("stage", 2),)), 4), job.plan(ALONE, 4))
+
+
+def seconds_of(plan, machine):
+    return repriced(plan, machine).program("train").seconds
 
 
 def test_what_messages_take_in_steps_is_found_by_the_seconds_of_pipelines():
-    plan, cpu = small_pipeline(), replace(find_machine("cpu"), overlap=True)
-    planted, _, _ = fit_pipelines(cpu, [plan], [10.0])
+    plans, cpu = small_pipeline(), replace(find_machine("cpu"), overlap=True)
+    alone = seconds_of(plans.alone, cpu)
+    planted, _, _ = fit_pipelines(cpu, [plans], [(10.0, alone)])
     assert planted.outer.overhead.seconds(0) == pytest.approx(5e-3, rel=1e-3)  # the most there is
     assert planted.inner == planted.outer
     slow = replace(cpu, outer=cpu.outer.with_overhead(3e-4), inner=cpu.inner.with_overhead(3e-4))
-    seconds = [repriced(plan, slow).program("train").seconds, 1e-9, 1.0]
-    machine, found, fit = fit_pipelines(cpu, [plan] * 3, seconds)
+    seconds = [seconds_of(plans.staged, slow), 1e-9, 1.0]
+    machine, found, fit = fit_pipelines(cpu, [plans] * 3, [(each, alone) for each in seconds])
     assert found == pytest.approx(3e-4, abs=2e-6)
     assert machine.outer.overhead.seconds(1 << 20) == found
     assert fit.worst > 1
 
 
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_what_is_wrong_with_the_prices_of_kernels_is_not_taken_for_messages(factor):
+    plans = small_pipeline()
+    cpu = replace(find_machine("cpu"), overlap=True, crowding=((1, 1.2),))
+    true = replace(cpu, crowding=((1, 1.2 * factor),))
+    true = replace(true, outer=true.outer.with_overhead(2e-4), inner=true.inner.with_overhead(2e-4))
+    measured = tuple(
+        seconds_of(plan, true.with_ranks(2)) for plan in (plans.staged, plans.alone)
+    )  # fmt: skip
+    machine, found, fit = fit_pipelines(cpu, [plans], [measured])
+    assert found == pytest.approx(2e-4, abs=2e-6)
+    assert (machine.crowding, fit.worst) == (cpu.crowding, pytest.approx(0, abs=1e-2))
+
+
 def test_hosts_that_messages_join_keep_what_is_within_them():
-    plan = small_pipeline()
+    plans = small_pipeline()
     cpu = replace(find_machine("cpu"), overlap=True, devices_per_node=1)
     outer = replace(cpu.outer, latency=1e-5)
-    machine, found, _ = fit_pipelines(replace(cpu, outer=outer), [plan], [5e-3])
+    given = replace(cpu, outer=outer)
+    machine, found, _ = fit_pipelines(given, [plans], [(5e-3, seconds_of(plans.alone, cpu))])
     assert machine.inner.overhead is None
     assert machine.outer == outer.with_overhead(found)
     assert found > 1e-4
@@ -390,7 +411,7 @@ def test_hosts_that_messages_join_keep_what_is_within_them():
 
 @pytest.mark.ranks(2)
 def test_pipelines_are_timed_on_all_ranks_together():
-    plan = small_pipeline()
-    first, second = run_local(2, lambda transport: measure_pipelines(transport, [plan, plan]))
+    plans = small_pipeline()
+    first, second = run_local(2, lambda transport: measure_pipelines(transport, [plans, plans]))
     assert len(first) == len(second) == 2
-    assert all(0 < seconds < 10 for seconds in first + second)
+    assert all(0 < seconds < 10 for pair in first + second for seconds in pair)
