@@ -30,6 +30,9 @@ from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Program, R
 from mpiflow.plan.slice import RankPlan
 from mpiflow.plan.unroll import unroll
 
+_LONG_KERNEL_SECONDS = 1e-3
+"""For so long a message may wait for the next look at it."""
+
 
 def _giving_nothing(call: Call) -> None:
     """A kernel of the user's own: one that returns its result has not written it."""
@@ -128,6 +131,12 @@ class Binder:
     def communicates(self) -> bool:
         """Whether there is anything but kernels and reads."""
         return not self.items.keys() <= {COMPUTE, READ}
+
+    @property
+    def has_long_kernels(self) -> bool:
+        """Whether most of the time, as predicted, is that of kernels that keep messages waiting."""
+        seconds = [task.seconds for task in self.program.tasks if task.stream == COMPUTE]
+        return 2 * sum(s for s in seconds if s > _LONG_KERNEL_SECONDS) > sum(seconds)
 
     @property
     def users(self) -> list[tuple[str, ...]]:

@@ -188,7 +188,7 @@ class DeviceLane(Lane):
         stream = self._stream
         if stream.failure is not None:
             task, error = stream.failure
-            if isinstance(error, MpiflowError):
+            if isinstance(error, (MpiflowError, Failed)):  # of a message that was looked at
                 raise error
             raise Failed(task) from error
         self._advance(self.reached())

@@ -15,7 +15,7 @@ from mpiflow.errors import PlanError, TaskError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder, Step
 from mpiflow.exec.device import Cpu, Device
-from mpiflow.exec.engine import Engine
+from mpiflow.exec.engine import LONGEST_SLEEP_SECONDS, Engine
 from mpiflow.exec.feed import FeedLane
 from mpiflow.exec.finite import check_step
 from mpiflow.exec.hazards import Hazards
@@ -23,7 +23,7 @@ from mpiflow.exec.lanes import Failed, Finding
 from mpiflow.exec.meter import Meter
 from mpiflow.exec.observe import Observer
 from mpiflow.exec.position import Position
-from mpiflow.exec.segments import InlineStream, Stream, timed
+from mpiflow.exec.segments import InlineStream, Stream, attentive, timed
 from mpiflow.exec.streams import ReadStream, ReadTask, WriteStream
 from mpiflow.exec.trace import Recorder
 from mpiflow.exec.transport import Group, Transport
@@ -51,6 +51,7 @@ class _Bound:
     outputs: list[tuple[str, np.ndarray]]
     read: ReadTask | None
     binder: Binder
+    has_thread: bool
     observer: Observer | None = None
     fired: int = 0
 
@@ -110,10 +111,7 @@ class Session:
         }
         self.arena = self.arenas[""]
         self.engine = Engine(transport, self.device.advance)
-        # Within a host, messages are copies that ranks make themselves: with one core each no time
-        # can be hidden, and a thread for kernels made steps of two stages 1.4 times as long.
-        hosts = set(transport.all_gather(transport.host.encode()))
-        self._beside = len(hosts) > 1 or (plan.overlap and threads_per_rank(os.environ) > 1)
+        self._hosts = len(set(transport.all_gather(transport.host.encode())))
         self._inline: Stream = InlineStream()
         self._streams: dict[str, Stream] = {}  # made when first needed
         self.reads = ReadStream(start_thread, self.engine.wake)
@@ -152,6 +150,19 @@ class Session:
             )
         return found
 
+    def _has_thread(self, binder: Binder) -> bool:
+        """Whether kernels run on a thread of their own, beside the messages of their program.
+
+        Within a host, messages are copies that ranks make themselves: with one core each no time
+        can be hidden. Between hosts, looks between kernels do as well as a thread on the same core,
+        and cost less, if kernels are short.
+        """
+        if not binder.communicates:
+            return False
+        if threads_per_rank(os.environ) > 1:
+            return self._hosts > 1 or self.plan.overlap
+        return self._hosts > 1 and binder.has_long_kernels
+
     def _check(self) -> None:
         if self.transport.check is not None:
             self.transport.check()
@@ -178,8 +189,16 @@ class Session:
                 check_step(step, arrays)
         if self.device.hazards is not None:
             self._watch(self.device.hazards, binder, steps, views, read)
+        has_thread = self.plan.device == HOST and self._has_thread(binder)
+        if self.plan.device == HOST and binder.communicates and not has_thread:
+            for lane in (step.kernels for step in steps):
+                if lane is not None:
+                    lane.segments = tuple(
+                        attentive(each, self.engine.look, LONGEST_SLEEP_SECONDS)
+                        for each in lane.segments
+                    )
         outputs = [(o.name, views[0][o.register]) for o in binder.program.outputs]
-        return _Bound(program, steps, outputs, read, binder)
+        return _Bound(program, steps, outputs, read, binder, has_thread)
 
     def _watch(
         self,
@@ -322,8 +341,8 @@ class Session:
             self.device.hazards.drop(feed)
 
     def _stream(self, bound: _Bound, name: str) -> Stream:
-        """Where kernels run; on the host beside a program's messages, if that is of any use."""
-        if self.plan.device == HOST and not (bound.binder.communicates and self._beside):
+        """Where kernels run."""
+        if self.plan.device == HOST and not bound.has_thread:
             return self._inline
         if name not in self._streams:
             self._streams[name] = self.device.stream(name, self.engine.wake)

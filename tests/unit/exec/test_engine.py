@@ -10,7 +10,7 @@ from mpiflow.exec.device import Cpu
 from mpiflow.exec.engine import Bell, Engine
 from mpiflow.exec.lanes import Failed, KernelLane, MessageLane
 from mpiflow.exec.local import LocalWorld
-from mpiflow.exec.segments import InlineStream, Segment
+from mpiflow.exec.segments import InlineStream, Segment, attentive
 from mpiflow.plan.handshakes import Item
 from mpiflow.plan.records import COMPUTE, Task
 
@@ -115,6 +115,49 @@ def test_an_error_of_a_kernel_names_its_task(engine, stream, inline):
         run(engine, InlineStream() if inline else stream, lanes)
     assert caught.value.task.name == "g"
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def looking(engine, *calls):
+    """Kernels on the thread of messages, which looks at these after each kernel."""
+    tasks = tuple(Task(f"k{i}", COMPUTE, COMPUTE, "Copy", seconds=1.0) for i in range(len(calls)))
+    return attentive(Segment(calls, tasks, True), engine.look, 0.5)
+
+
+def test_a_message_goes_on_between_kernels_of_the_same_thread(engine):
+    log = []
+    message = Message(log, "a")
+    lanes = lanes_of((item("k0"),), (print,), (item("a"),), (message,))
+    seen = []
+
+    def second():
+        seen.extend(log)
+        message.done.set()
+
+    lanes[COMPUTE].segments = (looking(engine, lambda: log.append("k0"), second, log.clear),)
+    lanes[COMM].move()  # it is in flight when the kernels begin
+    message.test = lambda: log.append("look") or Message.test(message)
+    engine._lanes = tuple(lanes.values())
+    stream = InlineStream()
+    lanes[COMPUTE].use(stream)
+    lanes[COMPUTE].move()
+    assert (seen, log) == (["start a", "k0", "look"], [])
+    assert (stream.failure, stream.done, lanes[COMM].done) == (None, 1, 0)
+
+
+def test_a_message_that_fails_between_kernels_is_what_the_error_names(engine):
+    lanes = lanes_of((item("k0"),), (print,), (item("a"),), (Message([], "a"),))
+
+    def lost():
+        raise OSError("no route to host")
+
+    lanes[COMM]._messages[0].test = lambda: False
+    kernels = (lambda: setattr(lanes[COMM]._messages[0], "test", lost), print)
+    lanes[COMPUTE].segments = (looking(engine, *kernels),)
+    lanes[COMPUTE]._waits = (((lanes[COMM], 0),),)
+    with pytest.raises(Failed) as raised:
+        run(engine, InlineStream(), dict(sorted(lanes.items())))
+    assert raised.value.task.name == "a"
+    assert "no route" in str(raised.value.__cause__)
 
 
 def test_check_is_called_while_a_kernel_runs_and_ends_the_step(engine, stream):
