@@ -314,7 +314,8 @@ class _Loop:
             self.progress.say(text)
 
     def _say_start(self) -> None:
-        for line in (describe_threads(os.environ), *self.plan.notes, *self.start.remarks):
+        how = filter(None, (describe_threads(os.environ), self.session.transport.remark))
+        for line in (*how, *self.plan.notes, *self.start.remarks):
             self._say(line)
         if self.start.over:
             self._say(_nothing_to_train(self.step, self.plan, self.options))
@@ -323,7 +324,7 @@ class _Loop:
         """Collective. The last object of the metrics, and the table."""
         if said := self.measured.finish():
             self._say(said)
-        peak = self.session.device.process_bytes()
+        peak = self.session.device.process_bytes() - self.session.transport.seen_bytes()
         steps = self.step - self.start.step
         sent = self._sent // steps if steps else 0
         arenas = self.session.arenas

@@ -20,7 +20,14 @@ from functools import partial
 import numpy as np
 
 from mpiflow.calibration.fit import Fit, fit_line, fit_of
-from mpiflow.calibration.links import TURNS, bind_collective, everyone, partitions, time_round
+from mpiflow.calibration.links import (
+    TURNS,
+    bind_collective,
+    collective_memory,
+    everyone,
+    partitions,
+    time_round,
+)
 from mpiflow.compiler.machine import Curve, Link, Piece
 from mpiflow.exec.engine import LONGEST_SLEEP_SECONDS, Bell
 from mpiflow.exec.segments import HostStream, Segment
@@ -46,7 +53,8 @@ def measure_overlap(transport: Transport, hosts: Sequence[Sequence[int]]) -> boo
     Hidden is what both take alone less what they take side by side, as part of what is shorter.
     """
     group = _pairs(transport, hosts, "overlap")
-    start = bind_collective(group, "all_reduce", _OVERLAP_BYTES)
+    memory = collective_memory(transport, _OVERLAP_BYTES)
+    start = bind_collective(group, "all_reduce", _OVERLAP_BYTES, memory)
     alone = max(everyone(transport, time_round(transport, start)))
     beside = Beside(transport)
     try:

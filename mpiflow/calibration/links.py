@@ -23,6 +23,7 @@ from mpiflow.calibration.fit import Fit, fit_curve, fit_line
 from mpiflow.calibration.messages import bind_train, without_answer
 from mpiflow.compiler.machine import Link, Measured
 from mpiflow.errors import TaskError
+from mpiflow.exec.device import host_bytes
 from mpiflow.exec.transport import Group, Start, Transport
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -81,23 +82,29 @@ def measure_links(
     Then messages of these bytes within the groups of two.
     """
     found: dict[str, list[Series]] = {}
+    memory = collective_memory(transport, max(sizes))
     for level, ways in partitions(hosts).items():
         found[level] = []
         for number, way in enumerate(ways):
             members = next(group for group in way if transport.rank in group)
             group = transport.group(tuple(members), f"calibrate {level} {number}")
             most = max(map(len, way))
-            found[level] += [_series(transport, group, kind, most, sizes) for kind in KINDS]
+            found[level] += [_series(transport, group, kind, most, sizes, memory) for kind in KINDS]
             if not number:
                 found[level].append(_messages(transport, group, messages))
     return found
 
 
 def _series(
-    transport: Transport, group: Group, kind: str, members: int, sizes: Sequence[int]
+    transport: Transport,
+    group: Group,
+    kind: str,
+    members: int,
+    sizes: Sequence[int],
+    memory: np.ndarray,
 ) -> Series:
     """Collective. A collective by size."""
-    starts = [bind_collective(group, kind, nbytes) for nbytes in sizes]
+    starts = [bind_collective(group, kind, nbytes, memory) for nbytes in sizes]
     least = _least([partial(_time, transport, group, start) for start in starts])
     return Series(kind, members, tuple(sizes), tuple(least))
 
@@ -159,11 +166,21 @@ def everyone(transport: Transport, seconds: float) -> list[float]:
     return [json.loads(data) for data in transport.all_gather(json.dumps(seconds).encode())]
 
 
-def bind_collective(group: Group, kind: str, nbytes: int) -> Start:
+def collective_memory(transport: Transport, nbytes: int) -> np.ndarray:
+    """Collective. What collectives of up to so many bytes work in, one at a time, as plans do."""
+    room = nbytes + 8 * transport.size  # parts of two tensors are rounded
+    memory = host_bytes(2 * room)
+    transport.share(memory, [(0, memory.nbytes)])
+    memory[:] = 0
+    return memory.view(np.float32)
+
+
+def bind_collective(group: Group, kind: str, nbytes: int, memory: np.ndarray) -> Start:
     """Collective. A collective on a float32 tensor of so many bytes, or the next that is whole."""
     part = max(1, round(nbytes / 4 / group.size))
     counts = [part] * group.size
-    whole, own = np.full(part * group.size, 0.0, np.float32), np.full(part, 0.0, np.float32)
+    first, second = memory[: memory.size // 2], memory[memory.size // 2 :]
+    whole, own = first[: part * group.size], second[:part]
     match kind:
         case "all_reduce":
             return group.bind_all_reduce(whole)
@@ -172,7 +189,7 @@ def bind_collective(group: Group, kind: str, nbytes: int) -> Start:
         case "reduce_scatter":
             return group.bind_reduce_scatter(whole, own, counts)
     piece = [max(1, part // group.size)] * group.size
-    sent, received = (np.full(sum(piece), 0.0, np.float32) for _ in range(2))
+    sent, received = first[: sum(piece)], second[: sum(piece)]
     return group.bind_all_to_all(sent, piece, received, piece)
 
 

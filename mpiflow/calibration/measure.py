@@ -318,8 +318,9 @@ def _link_rows(level: str, link: Link, fits: Mapping[str, Fit]) -> list[Row]:
 
 
 def _curve_text(curve: Curve) -> str:
-    """The latency where it starts, the bandwidth where it ends."""
-    return _port_text(curve.pieces[0].seconds, 1 / curve.pieces[-1].each)
+    """The latency where it starts, and the bandwidth where it ends, if bytes were found to cost."""
+    latency, each = curve.pieces[0].seconds, curve.pieces[-1].each
+    return _port_text(latency, 1 / each) if each else time_text(latency)
 
 
 def _port_text(latency: float, bandwidth: float) -> str:

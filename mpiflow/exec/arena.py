@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from mpiflow.exec.device import Device
+from mpiflow.exec.transport import Transport
 from mpiflow.plan.slice import itemsize
 
 
@@ -16,6 +18,10 @@ class Arena:
         self._bytes = device.allocate(nbytes, space)
         self.device, self.nbytes = device, nbytes
         self.peak = 0
+
+    def share(self, transport: Transport, ranges: Sequence[tuple[int, int]]) -> None:
+        """Collective. Let neighbours see these bytes of it, before anything is put there."""
+        transport.share(self._bytes, ranges)
 
     def scratch(self, offset: int, nbytes: int) -> Any:
         """Bytes `offset` to `offset + nbytes`, flat."""

@@ -135,6 +135,17 @@ def bind_collective(
     return _exchange(task, rank, source, target, send, receive, peers, arena, group)
 
 
+def exchanged(task: Task, registers: dict[str, Register]) -> list[tuple[int, int]]:
+    """The bytes of the arena (start, stop) that a collective reads and writes."""
+    offset, nbytes = task.workspace
+    found = [(offset, offset + nbytes)]
+    for names in (task.inputs, task.outputs):
+        members = [registers[name] for name in names]
+        ends = [register.offset + register.slots * register.nbytes for register in members]
+        found.append((min(register.offset for register in members), max(ends)))
+    return found
+
+
 def _all_reduce(
     task: Task,
     rank: RankPlan,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import mmap
 import resource
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,8 +22,8 @@ from mpiflow.plan.places import HOST
 if TYPE_CHECKING:
     from mpiflow.exec.hazards import Hazards
 
-_ALIGNMENT = 64
-"""Bytes: a cache line."""
+_LARGE_BYTES = 4 << 20
+"""What has so many or more is in large pages, if the system has any."""
 
 
 class Device(Protocol):
@@ -165,16 +166,18 @@ class Cpu(InHostMemory):
 
 
 def host_bytes(nbytes: int) -> np.ndarray:
-    """Zeroed bytes of the host that begin at a cache line."""
+    """Zeroed bytes of the host, in pages that hold nothing else."""
     try:
-        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-    except MemoryError:
+        memory = mmap.mmap(-1, max(nbytes, 1))
+    except (OSError, ValueError, OverflowError):
         raise PlanError(
             f"the plan needs an arena of {nbytes} bytes, which this machine cannot give; plan"
             " for more ranks, or with a smaller batch"
         ) from None
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + nbytes]
+    if nbytes >= _LARGE_BYTES:
+        with suppress(OSError, AttributeError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, nbytes)
 
 
 def host_dtype(name: str) -> np.dtype[Any]:

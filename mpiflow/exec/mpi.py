@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from mpiflow.errors import LaunchError, TaskError
+from mpiflow.exec.shared import KINDS, neighbours_of
 from mpiflow.exec.transport import DRAIN_SECONDS, Call, Check, Group, Operation, Request, Transport
 
 Piece = Callable[[], Any]
@@ -70,6 +71,7 @@ class MpiTransport(Transport):
         self._world = mpi.COMM_WORLD.Dup()
         self._world.Set_name("mpiflow")
         self._groups: list[MpiGroup] = []
+        self.neighbours = neighbours_of(self, mpi, self._world)
         atexit.register(self._left_open)
 
     def group(self, members: tuple[int, ...], label: str) -> MpiGroup:
@@ -77,9 +79,33 @@ class MpiTransport(Transport):
         self.check_thread()
         communicator = self._world.Split(members[0], members.index(self.rank))
         communicator.Set_name(f"mpiflow {label}")
-        group = MpiGroup(self, self._mpi, communicator, label)
+        group = MpiGroup(self, self._mpi, communicator, label, members)
         self._groups.append(group)
         return group
+
+    def are_neighbours(self, members: Sequence[int]) -> bool:
+        """Whether they are all ranks of this host, and there are several."""
+        ranks = self.neighbours.ranks if self.neighbours else ()
+        return len(members) > 1 and set(members) <= set(ranks)
+
+    def share(self, memory: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:
+        """Collective. See `exec.shared`."""
+        if self.neighbours:
+            self.neighbours.share(memory, ranges)
+
+    def seen_bytes(self) -> int:
+        """What of theirs this rank has touched in collectives."""
+        return self.neighbours.seen_bytes() if self.neighbours else 0
+
+    @property
+    def remark(self) -> str:
+        """That collectives are slower than they might be, and why."""
+        if not self.neighbours or not self.neighbours.refused:
+            return ""
+        return (
+            f"collectives within {self.host} go by messages, as its ranks cannot see memory of one"
+            f" another: {self.neighbours.refused}"
+        )
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Collective. The data of rank 0."""
@@ -133,6 +159,8 @@ class MpiTransport(Transport):
         """Collective. Free every communicator, once no rank needs them."""
         self.check_thread()
         self.barrier().wait(self.check)
+        if self.neighbours:
+            self.neighbours.close()
         self._release()
 
     def check_thread(self) -> None:
@@ -180,9 +208,16 @@ class MpiGroup(Group):
     synchronous = False
     """Whether a send is over only once it is received, as on networks that buffer nothing."""
 
-    def __init__(self, transport: MpiTransport, mpi: Any, communicator: Any, label: str) -> None:
+    def __init__(
+        self,
+        transport: MpiTransport,
+        mpi: Any,
+        communicator: Any,
+        label: str,
+        members: tuple[int, ...],
+    ) -> None:
         super().__init__(label, communicator.Get_size(), communicator.Get_rank())
-        self.transport = transport
+        self.transport, self._members = transport, members
         self._mpi = mpi
         self._communicator = communicator
         self._persistent: list[Any] = []
@@ -199,11 +234,20 @@ class MpiGroup(Group):
 
     def _bind(self, call: Call, nbytes: int) -> Operation:
         self.transport.check_thread()
+        neighbours = self.transport.neighbours
+        if neighbours and self._is_shared(call):
+            shared = neighbours.bind(self, self._members, self._communicator, call, nbytes)
+            if shared is not None:
+                return shared
         try:
             pieces = getattr(self, f"_{call.kind}")(call)
         except self._mpi.Exception as error:
             raise self.transport.explain(error, f"{self.label}: {call}") from error
         return _MpiOperation(self, call, nbytes, pieces, self._mpi)
+
+    def _is_shared(self, call: Call) -> bool:
+        """Whether members may see all buffers of it, if these are shared; alike on all."""
+        return call.kind in KINDS and not call.once and self.transport.are_neighbours(self._members)
 
     def _all_reduce(self, call: Call) -> list[Piece]:
         return [

@@ -14,6 +14,7 @@ import numpy as np
 from mpiflow.errors import PlanError, TaskError
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.bind import Binder, Step
+from mpiflow.exec.collective import exchanged
 from mpiflow.exec.device import Cpu, Device
 from mpiflow.exec.engine import LONGEST_SLEEP_SECONDS, Engine
 from mpiflow.exec.feed import FeedLane
@@ -110,6 +111,7 @@ class Session:
             for space, nbytes in arenas_by_space(self.plan).items()
         }
         self.arena = self.arenas[""]
+        self.arena.share(transport, self._exchanged(plan, stage))
         self.engine = Engine(transport, self.device.advance)
         self._hosts = len(set(transport.all_gather(transport.host.encode())))
         self._inline: Stream = InlineStream()
@@ -148,6 +150,19 @@ class Session:
             found[STAGE] = self.device.links(
                 self.transport, self.groups[STAGE], stages, sorted(links)
             )
+        return found
+
+    def _exchanged(self, plan: Plan, stage: int) -> list[tuple[int, int]]:
+        """The bytes of the arena that collectives within this host read and write."""
+        if plan.device != HOST:
+            return []
+        found = []
+        for program in self.plan.programs:
+            registers = self.plan.tensors(program)
+            for task in (task for task in program.tasks if task.kind == "collective"):
+                ranks = [plan.mesh.rank_in_stage(stage, r) for r in self.rank.members(task.axis)]
+                if self.transport.are_neighbours(ranks):
+                    found += exchanged(task, registers)
         return found
 
     def _has_thread(self, binder: Binder) -> bool:

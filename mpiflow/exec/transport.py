@@ -360,6 +360,25 @@ class Transport(ABC):
     def gather(self, data: bytes) -> list[bytes] | None:
         """Collective. Gives rank 0 the data of all, by rank; the others get None."""
 
+    def are_neighbours(self, members: Sequence[int]) -> bool:
+        """Whether they are ranks of one host that may see memory of one another."""
+        return False
+
+    def share(self, memory: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Collective. Let neighbours see these bytes (start, stop) of memory of the host.
+
+        Collectives between them work there, without messages. The memory has been zero until now.
+        """
+
+    def seen_bytes(self) -> int:
+        """Memory of other ranks that counts as resident in this process too."""
+        return 0
+
+    @property
+    def remark(self) -> str:
+        """What a user should know of how its ranks talk; "" if that is as expected."""
+        return ""
+
     def takes_device_memory(self) -> str:
         """Why messages may not be given memory of a device; "" where they are said to take it."""
         return ""

@@ -29,10 +29,11 @@ from mpiflow.calibration.links import (
     measure_links,
     partitions,
 )
+from mpiflow.calibration.measure import _curve_text
 from mpiflow.calibration.steps import fit_pipelines, measure_pipelines
 from mpiflow.calibration.storage import fit_storage, forget_pages, time_reads, write_rows
 from mpiflow.compiler.cost import ideal_seconds
-from mpiflow.compiler.machine import Kernel, find_machine
+from mpiflow.compiler.machine import Curve, Kernel, Piece, find_machine
 from mpiflow.compiler.reprice import repriced
 from mpiflow.errors import TaskError
 from mpiflow.exec.local import LocalWorld, run_local
@@ -356,6 +357,11 @@ def test_reading_is_timed_by_batch(tmp_path):
 
 def test_a_single_process_has_no_hosts_to_share():
     assert hosts_of(LocalWorld(1).transports[0]) == [[0]]
+
+
+def test_what_bytes_do_not_change_is_told_without_a_bandwidth():
+    rising, flat = (Curve((Piece(0.0, 2e-6, each),)) for each in (1e-9, 0.0))
+    assert (_curve_text(rising), _curve_text(flat)) == ("2.00 us + n / 1 GB/s", "2.00 us")
 
 
 # -- pipelines

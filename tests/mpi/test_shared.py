@@ -1,0 +1,221 @@
+"""Collectives in memory that the ranks of a host see of one another, over real MPI."""
+
+import os
+from itertools import product
+
+import numpy as np
+import pytest
+from transport_contract import DTYPES, NARROW, content, counts_of
+
+from mpiflow.exec import shared
+from mpiflow.exec.device import host_bytes
+
+pytestmark = pytest.mark.mpi(min_size=2)
+SIZES = (0, 1, 5, 1000, 70_001)
+
+
+@pytest.fixture
+def transport():
+    from mpiflow.exec.launch import connect
+
+    transport = connect()
+    yield transport
+    transport.close()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks, and several looks, for a few kilobytes."""
+    monkeypatch.setattr(shared, "_BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(shared, "_BLOCKS_A_LOOK", 3)
+
+
+class Arena:
+    """Memory that is shared but for its first page, and arrays in it one after another."""
+
+    def __init__(self, transport, nbytes=1 << 22, ranges=None):
+        self.memory, self.used = host_bytes(nbytes), shared.PAGE
+        transport.share(self.memory, ranges or [(shared.PAGE, nbytes)])
+
+    def array(self, values, at=None):
+        nbytes = values.nbytes
+        start = self.used if at is None else at
+        if at is None:
+            self.used += nbytes + (-nbytes % 64)
+        found = self.memory[start : start + nbytes].view(values.dtype)
+        found[:] = values
+        return found
+
+
+def everyone(transport):
+    return transport.group(tuple(range(transport.size)), "shared")
+
+
+def is_shared(start):
+    return isinstance(start.__self__, shared.SharedOperation)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sums_and_maxima(transport, n):
+    group, arena = everyone(transport), Arena(transport, 1 << 24)
+    for dtype, (reduce, fold) in product(DTYPES, [("sum", np.add), ("max", np.maximum)]):
+        all_content = [content(r, n, dtype) for r in range(transport.size)]
+        whole = arena.array(all_content[transport.rank])
+        start = group.bind_all_reduce(whole, reduce)
+        expected = fold.reduce(all_content, dtype=dtype)
+        for _ in range(2):  # again and again, each time of what is there
+            whole[:] = all_content[transport.rank]
+            start().wait()
+            np.testing.assert_array_equal(whole, expected)
+            transport.barrier().wait()
+        counts = counts_of(n, transport.size)
+        send = arena.array(all_content[transport.rank])
+        part = arena.array(np.zeros(counts[transport.rank], dtype))
+        scatter = group.bind_reduce_scatter(send, part, counts, reduce)
+        scatter().wait()
+        first = sum(counts[: transport.rank])
+        np.testing.assert_array_equal(part, expected[first : first + part.size])
+        assert is_shared(start)
+        assert is_shared(scatter)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_gathers_and_exchanges(transport, n):
+    group, arena, size, rank = everyone(transport), Arena(transport), transport.size, transport.rank
+    for dtype in ("float32", *NARROW, "bool"):
+        counts = counts_of(n, size)
+        parts = [content(r, counts[r], dtype) for r in range(size)]
+        receive = arena.array(np.zeros(n, dtype))
+        gather = group.bind_all_gather(arena.array(parts[rank]), receive, counts)
+        gather().wait()
+        np.testing.assert_array_equal(receive, np.concatenate(parts))
+        # In place: this rank's part is where it belongs.
+        whole = arena.array(np.zeros(n, dtype))
+        first = sum(counts[:rank])
+        own = whole[first : first + counts[rank]]
+        own[:] = parts[rank]
+        group.bind_all_gather(own, whole, counts)().wait()
+        np.testing.assert_array_equal(whole, np.concatenate(parts))
+        # Rank r sends i + r + n % 3 elements to rank i.
+        leaving = tuple(i + rank + n % 3 for i in range(size))
+        coming = tuple(rank + i + n % 3 for i in range(size))
+        back = arena.array(np.zeros(sum(coming), dtype))
+        sent = arena.array(content(rank, sum(leaving), dtype))
+        exchange = group.bind_all_to_all(sent, leaving, back, coming)
+        exchange().wait()
+        expected = []
+        for peer in range(size):
+            theirs = [i + peer + n % 3 for i in range(size)]
+            start = sum(theirs[:rank])
+            expected.append(content(peer, sum(theirs), dtype)[start : start + theirs[rank]])
+        np.testing.assert_array_equal(back, np.concatenate(expected))
+        assert is_shared(gather)
+        assert is_shared(exchange)
+
+
+def test_sums_have_the_order_of_the_ranks_and_are_alike_on_all(transport):
+    group, arena = everyone(transport), Arena(transport)
+    values = [np.random.default_rng(r).standard_normal(5000, "f4") for r in range(transport.size)]
+    whole = arena.array(values[transport.rank])
+    group.bind_all_reduce(whole)().wait()
+    expected = values[0]
+    for other in values[1:]:
+        expected = expected + other
+    np.testing.assert_array_equal(whole, expected)
+
+
+def test_several_are_under_way_at_once_in_any_order(transport):
+    group, arena = everyone(transport), Arena(transport)
+    arrays = [arena.array(np.zeros(3000 + i, np.float32)) for i in range(4)]
+    starts = [group.bind_all_reduce(array) for array in arrays]
+    order = np.random.default_rng(transport.rank).permutation(4)
+    for step in range(20):
+        for i, array in enumerate(arrays):
+            array[:] = step + i
+        requests = [starts[i]() for i in order]
+        while not all([request.test() for request in requests]):
+            pass
+        for i, array in enumerate(arrays):
+            np.testing.assert_array_equal(array, (step + i) * transport.size)
+
+
+def test_what_is_not_shared_goes_by_messages(transport):
+    group, arena = everyone(transport), Arena(transport)
+    outside = arena.array(np.full(10, 1.0), at=0)  # on the page that is not shared
+    crossing = arena.array(np.full(10, 1.0), at=shared.PAGE - 40)
+    alone = np.full(10, 1.0)
+    inside = arena.array(np.full(10, 1.0))
+    one_has_it = inside if transport.rank else alone
+    for buffer in (outside, crossing, alone, one_has_it):
+        buffer[:] = 1.0
+        start = group.bind_all_reduce(buffer)
+        start().wait()
+        assert not is_shared(start)
+        np.testing.assert_array_equal(buffer, transport.size)
+
+
+def test_parts_of_a_host_have_collectives_of_their_own(transport):
+    arena, half = Arena(transport), (transport.size + 1) // 2
+    members = range(half) if transport.rank < half else range(half, transport.size)
+    group = transport.group(tuple(members), "half")
+    whole = arena.array(np.full(5000, 1.0 + transport.rank))
+    start = group.bind_all_reduce(whole)
+    start().wait()
+    np.testing.assert_array_equal(whole, sum(1.0 + r for r in members))
+    assert is_shared(start) == (len(members) > 1)
+
+
+def test_more_than_there_are_counters_goes_by_messages(transport):
+    group, arena = everyone(transport), Arena(transport)
+    transport.neighbours._taken = shared._COUNTERS - 1 - transport.rank
+    whole = arena.array(np.full(100, 1.0))
+    starts = [group.bind_all_reduce(whole) for _ in range(2)]
+    assert [is_shared(start) for start in starts] == [True, False]  # the first rank has no more
+    starts[1]().wait()
+    np.testing.assert_array_equal(whole, transport.size)
+
+
+@pytest.mark.parametrize("who", ["one cannot open", "one has none", "another process"])
+def test_one_that_cannot_see_the_others_makes_all_use_messages(transport, monkeypatch, who):
+    last = transport.rank == transport.size - 1
+    if last and who == "one cannot open":
+        monkeypatch.setattr(os, "open", _refusing)
+    if last and who == "one has none":
+        monkeypatch.delattr(os, "memfd_create")
+    if last and who == "another process":
+        monkeypatch.setattr(shared.os, "getpid", os.getppid)
+    arena = Arena(transport)
+    monkeypatch.undo()
+    whole = arena.array(np.full(5000, 1.0))
+    start = everyone(transport).bind_all_reduce(whole)
+    start().wait()
+    assert not is_shared(start)
+    np.testing.assert_array_equal(whole, transport.size)
+    assert "go by messages, as its ranks cannot see memory of one another: " in transport.remark
+
+
+def _refusing(*_):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_memory_keeps_what_is_beside_the_shared_pages(transport):
+    ranges = [(3 * shared.PAGE + 5, 3 * shared.PAGE + 6), (9 * shared.PAGE, 11 * shared.PAGE)]
+    arena = Arena(transport, 16 * shared.PAGE, ranges)
+    everything = arena.memory
+    everything[:] = np.arange(everything.size) % 251
+    np.testing.assert_array_equal(everything, np.arange(everything.size) % 251)
+    group = everyone(transport)
+    for start, is_there in ((3, True), (4, False), (9, True), (10, True), (11, False)):
+        buffer = everything[start * shared.PAGE : (start + 1) * shared.PAGE].view(np.float32)
+        assert is_shared(group.bind_all_reduce(buffer)) == is_there
+    assert not transport.remark
+
+
+def test_memory_of_others_that_was_touched_is_known(transport):
+    arena = Arena(transport, 1 << 22)
+    arena.memory[:] = 1
+    assert transport.seen_bytes() < 1 << 16
+    whole = arena.memory[shared.PAGE :].view(np.float32)
+    everyone(transport).bind_all_reduce(whole)().wait()
+    expected = (transport.size - 1) / transport.size * whole.nbytes
+    assert expected * 0.95 < transport.seen_bytes() < expected + (1 << 17)
