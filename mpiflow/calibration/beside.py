@@ -53,14 +53,14 @@ def measure_overlap(transport: Transport, hosts: Sequence[Sequence[int]]) -> boo
     Hidden is what both take alone less what they take side by side, as part of what is shorter.
     """
     group = _pairs(transport, hosts, "overlap")
-    memory = collective_memory(transport, _OVERLAP_BYTES)
-    start = bind_collective(group, "all_reduce", _OVERLAP_BYTES, memory)
-    alone = max(everyone(transport, time_round(transport, start)))
-    beside = Beside(transport)
-    try:
-        hidden = beside.hidden(start, alone)
-    finally:
-        beside.close()
+    with collective_memory(transport, _OVERLAP_BYTES) as memory:
+        start = bind_collective(group, "all_reduce", _OVERLAP_BYTES, memory)
+        alone = max(everyone(transport, time_round(transport, start)))
+        beside = Beside(transport)
+        try:
+            hidden = beside.hidden(start, alone)
+        finally:
+            beside.close()
     every = everyone(transport, hidden if group.size > 1 else 1.0)
     return min(every) > _HIDDEN
 

@@ -12,7 +12,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -81,17 +82,30 @@ def measure_links(
 
     Then messages of these bytes within the groups of two.
     """
-    found: dict[str, list[Series]] = {}
-    memory = collective_memory(transport, max(sizes))
-    for level, ways in partitions(hosts).items():
-        found[level] = []
-        for number, way in enumerate(ways):
-            members = next(group for group in way if transport.rank in group)
-            group = transport.group(tuple(members), f"calibrate {level} {number}")
-            most = max(map(len, way))
-            found[level] += [_series(transport, group, kind, most, sizes, memory) for kind in KINDS]
-            if not number:
-                found[level].append(_messages(transport, group, messages))
+    with collective_memory(transport, max(sizes)) as memory:
+        return {
+            level: _measured(transport, level, ways, sizes, messages, memory)
+            for level, ways in partitions(hosts).items()
+        }
+
+
+def _measured(
+    transport: Transport,
+    level: str,
+    ways: Sequence[Sequence[Sequence[int]]],
+    sizes: Sequence[int],
+    messages: Sequence[int],
+    memory: np.ndarray,
+) -> list[Series]:
+    """Collective. Those of a level."""
+    found: list[Series] = []
+    for number, way in enumerate(ways):
+        members = next(group for group in way if transport.rank in group)
+        group = transport.group(tuple(members), f"calibrate {level} {number}")
+        most = max(map(len, way))
+        found += [_series(transport, group, kind, most, sizes, memory) for kind in KINDS]
+        if not number:
+            found.append(_messages(transport, group, messages))
     return found
 
 
@@ -166,13 +180,15 @@ def everyone(transport: Transport, seconds: float) -> list[float]:
     return [json.loads(data) for data in transport.all_gather(json.dumps(seconds).encode())]
 
 
-def collective_memory(transport: Transport, nbytes: int) -> np.ndarray:
+@contextmanager
+def collective_memory(transport: Transport, nbytes: int) -> Iterator[np.ndarray]:
     """Collective. What collectives of up to so many bytes work in, one at a time, as plans do."""
     room = nbytes + 8 * transport.size  # parts of two tensors are rounded
     memory = host_bytes(2 * room)
     transport.share(memory, [(0, memory.nbytes)])
     memory[:] = 0
-    return memory.view(np.float32)
+    yield memory.view(np.float32)
+    transport.unshare(memory)
 
 
 def bind_collective(group: Group, kind: str, nbytes: int, memory: np.ndarray) -> Start:

@@ -23,6 +23,10 @@ class Arena:
         """Collective. Let neighbours see these bytes of it, before anything is put there."""
         transport.share(self._bytes, ranges)
 
+    def unshare(self, transport: Transport) -> None:
+        """Let it go, once nothing works in it."""
+        transport.unshare(self._bytes)
+
     def scratch(self, offset: int, nbytes: int) -> Any:
         """Bytes `offset` to `offset + nbytes`, flat."""
         self.peak = max(self.peak, offset + nbytes)

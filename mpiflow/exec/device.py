@@ -133,7 +133,7 @@ class Cpu(InHostMemory):
     hazards: Hazards | None = None
 
     def allocate(self, nbytes: int, space: str = "") -> np.ndarray:
-        """Zeroed bytes that begin at a cache line."""
+        """Zeroed bytes that begin at a page."""
         return host_bytes(nbytes)
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -168,7 +168,7 @@ class Cpu(InHostMemory):
 def host_bytes(nbytes: int) -> np.ndarray:
     """Zeroed bytes of the host, in pages that hold nothing else."""
     try:
-        memory = mmap.mmap(-1, max(nbytes, 1))
+        memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise PlanError(
             f"the plan needs an arena of {nbytes} bytes, which this machine cannot give; plan"

@@ -71,8 +71,8 @@ class Engine:
     def look(self) -> None:
         """Let what is in flight go on, between kernels of this thread."""
         for lane in self._lanes:
-            if lane.polled and lane.started > lane.done and not lane.has_news():
-                return  # MPI was called, which moves all messages on
+            if lane.polled and lane.started > lane.done:
+                lane.has_news()
 
     def run(
         self, lanes: Sequence[Lane], program: str, step: int, feed: FeedLane | None = None

@@ -280,7 +280,7 @@ class MessageLane(Lane):
         self.after = list(after)
 
     def has_news(self) -> bool:
-        """Whether the first message in flight is over; all of them make progress by that."""
+        """Whether the first message in flight is over, which makes progress by that."""
         return self._is_done(self.done)
 
     def _poll(self) -> None:

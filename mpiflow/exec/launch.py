@@ -29,6 +29,7 @@ def connect() -> Transport:
         return _single(error)
     _refuse_foreign_launcher(module, os.environ)
     send_large_segments(os.environ)
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # Open MPI 5.0 asks it first, and it complains
     mpi.start(module)
     check_world(module.COMM_WORLD.Get_size(), os.environ, mpi.implementation(module))
     return mpi.MpiTransport(module)

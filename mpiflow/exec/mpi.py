@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from mpiflow.errors import LaunchError, TaskError
-from mpiflow.exec.shared import KINDS, neighbours_of
+from mpiflow.exec.shared import KINDS, Neighbours
 from mpiflow.exec.transport import DRAIN_SECONDS, Call, Check, Group, Operation, Request, Transport
 
 Piece = Callable[[], Any]
@@ -71,7 +71,7 @@ class MpiTransport(Transport):
         self._world = mpi.COMM_WORLD.Dup()
         self._world.Set_name("mpiflow")
         self._groups: list[MpiGroup] = []
-        self.neighbours = neighbours_of(self, mpi, self._world)
+        self.neighbours = Neighbours(self, mpi, self._world)
         atexit.register(self._left_open)
 
     def group(self, members: tuple[int, ...], label: str) -> MpiGroup:
@@ -85,25 +85,27 @@ class MpiTransport(Transport):
 
     def are_neighbours(self, members: Sequence[int]) -> bool:
         """Whether they are all ranks of this host, and there are several."""
-        ranks = self.neighbours.ranks if self.neighbours else ()
-        return len(members) > 1 and set(members) <= set(ranks)
+        return len(members) > 1 and set(members) <= set(self.neighbours.ranks)
 
     def share(self, memory: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:
         """Collective. See `exec.shared`."""
-        if self.neighbours:
-            self.neighbours.share(memory, ranges)
+        self.neighbours.share(memory, ranges)
+
+    def unshare(self, memory: np.ndarray) -> None:
+        """See `exec.shared`."""
+        self.neighbours.unshare(memory)
 
     def seen_bytes(self) -> int:
         """What of theirs this rank has touched in collectives."""
-        return self.neighbours.seen_bytes() if self.neighbours else 0
+        return self.neighbours.seen_bytes()
 
     @property
     def remark(self) -> str:
         """That collectives are slower than they might be, and why."""
-        if not self.neighbours or not self.neighbours.refused:
+        if not self.neighbours.refused:
             return ""
         return (
-            f"collectives within {self.host} go by messages, as its ranks cannot see memory of one"
+            "collectives within a host go by messages where its ranks cannot see memory of one"
             f" another: {self.neighbours.refused}"
         )
 
@@ -159,8 +161,7 @@ class MpiTransport(Transport):
         """Collective. Free every communicator, once no rank needs them."""
         self.check_thread()
         self.barrier().wait(self.check)
-        if self.neighbours:
-            self.neighbours.close()
+        self.neighbours.close()
         self._release()
 
     def check_thread(self) -> None:
@@ -234,8 +235,8 @@ class MpiGroup(Group):
 
     def _bind(self, call: Call, nbytes: int) -> Operation:
         self.transport.check_thread()
-        neighbours = self.transport.neighbours
-        if neighbours and self._is_shared(call):
+        if call.kind in KINDS and not call.once and self.transport.are_neighbours(self._members):
+            neighbours = self.transport.neighbours
             shared = neighbours.bind(self, self._members, self._communicator, call, nbytes)
             if shared is not None:
                 return shared
@@ -244,10 +245,6 @@ class MpiGroup(Group):
         except self._mpi.Exception as error:
             raise self.transport.explain(error, f"{self.label}: {call}") from error
         return _MpiOperation(self, call, nbytes, pieces, self._mpi)
-
-    def _is_shared(self, call: Call) -> bool:
-        """Whether members may see all buffers of it, if these are shared; alike on all."""
-        return call.kind in KINDS and not call.once and self.transport.are_neighbours(self._members)
 
     def _all_reduce(self, call: Call) -> list[Piece]:
         return [

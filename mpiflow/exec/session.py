@@ -485,4 +485,5 @@ class Session:
         self.writes.wait()
         self.reads.close()
         self._end_streams()
+        self.arena.unshare(self.transport)
         self.device.close()

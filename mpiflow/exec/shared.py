@@ -4,12 +4,15 @@ A collective within a host needs no messages: each member adds up its part of wh
 they hold it, and writes the sum to all. By messages the same bytes are copied through buffers of
 MPI, twice and in small pieces.
 
-    Neighbours           the ranks of this host; `share` lets them see parts of this rank's memory
+    Neighbours             the ranks of this host; `share` lets them see parts of this rank's memory
       └─ SharedOperation   a collective whose members are all of them, on memory that all see
-           └─ Meeting        its members wait for one another, by counters in a window of MPI
+           └─ Meeting      its members wait for one another, by counters in a window of MPI
 
 Memory is shared by its pages: a file of Linux without a name (memfd) takes their place, and others
-map it. Where that cannot be, all ranks of the host know it, and messages do what they always did.
+map it. Where that cannot be, all ranks know it, and messages do what they always did.
+
+An operation goes on only while it is tested itself. Those of a group may be under way at once, if
+all are tested by turns, as the engine does, or in one order by all members.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import json
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -46,107 +50,149 @@ _COUNTERS = 1 << 13
 """One for each bound operation; what is bound after them goes by messages."""
 _BLOCK_BYTES = 1 << 18
 """What is added or copied at a time, so that it stays in the cache until it is written to all."""
-_BLOCKS_A_LOOK = 16
-"""So many, and what else is in flight is looked at: 4 MiB."""
+_BYTES_A_LOOK = 16 << 20
+"""So many are read and written, and what else is in flight is looked at."""
 _MAP_FIXED = 0x10
 _TOKEN_BYTES = 16
 _NAME = "mpiflow-shared"
 
 Place = tuple[int, int]
-"""A file of a rank, and the byte in it."""
+"""The number of a `share`, and the byte in the file that a rank made for it."""
+NOWHERE: Place = (-1, 0)
 Work = Callable[[], Any]
-Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Pages of this rank that lie in one of its files."""
+    """Pages of this rank, and where they lie in the file."""
 
     start: int
     stop: int
-    file: int
     offset: int
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What one `share` was about: this rank's memory, and the files of all by their ranks."""
+
+    memory: np.ndarray
+    segments: list[_Segment]
+    files: dict[int, np.ndarray]
+    counters: list[int] = field(default_factory=list)
+    """Those of the operations on it."""
 
 
 class Neighbours:
     """The ranks of this host, by their numbers among all; this one is among them.
 
-    Made by `neighbours_of`, closed by all together.
+    A rank is alone where it is the only one, or where MPI has no window for several.
     """
 
-    def __init__(self, transport: Transport, mpi: Any, node: Any) -> None:
-        """Collective over the ranks of the host, whose communicator `node` is."""
-        self.ranks: tuple[int, ...] = tuple(node.allgather(transport.rank))
-        self._transport, self._node = transport, node
-        self._segments: list[_Segment] = []
-        self._files = 0
-        self._own: set[str] = set()
-        """The inodes of its files."""
-        self._seen: dict[tuple[int, int], np.ndarray] = {}
-        self._taken = 0
-        self._work = np.empty(_BLOCK_BYTES, np.uint8)  # one thread works on one block at a time
+    def __init__(self, transport: Transport, mpi: Any, world: Any) -> None:
+        """Collective over all ranks, whose communicator `world` is."""
+        self._transport = transport
         self.refused = ""
-        """Why memory that was to be shared is not, if it is not."""
-        # The standard has a memory barrier for windows alone: what is written before a counter is
-        # seen by who sees the counter. On x86 it costs nothing; Arm needs it.
-        self._window = mpi.Win.Allocate_shared(8 * _COUNTERS, 8, mpi.INFO_NULL, node)
-        self._window.Lock_all(mpi.MODE_NOCHECK)
+        """Why memory is not shared that was to be, on which rank; alike on all ranks."""
+        self._own = 0  # the number of the next share
+        self._shared: dict[int, _Shared] = {}
+        self._inodes: set[int] = set()
+        self._unused = list(range(_COUNTERS))[::-1]
+        self._work = np.empty(_BLOCK_BYTES, np.uint8)  # one thread works on one block at a time
+        self._node = world.Split_type(mpi.COMM_TYPE_SHARED)
+        self._window: Any = None
+        reason = ""
+        if self._node.Get_size() > 1:
+            try:
+                self._window = mpi.Win.Allocate_shared(8 * _COUNTERS, 8, mpi.INFO_NULL, self._node)
+            except (NotImplementedError, mpi.Exception) as error:
+                reason = f"MPI has no window: {error}"
+        reasons = self._node.allgather(reason)
+        self.ranks: tuple[int, ...] = tuple(self._node.allgather(transport.rank))
+        if any(reasons):
+            self.ranks = (transport.rank,)
+        self._agree(reason)
+        if len(self.ranks) > 1:
+            self._count()
+
+    def _count(self) -> None:
+        """Collective over the host. Make the counters.
+
+        The standard has a memory barrier for windows alone: what is written before a counter is
+        seen by who sees the counter. On x86 it costs nothing; Arm needs it.
+        """
+        self._window.Lock_all()
         self._counters = {
             rank: np.frombuffer(self._window.Shared_query(index)[0], np.int64)
             for index, rank in enumerate(self.ranks)
         }
-        self._counters[transport.rank][:] = 0
+        self._counters[self._transport.rank][:] = 0
         self._window.Sync()
-        node.Barrier()
+        self._node.Barrier()
 
     def share(self, memory: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:
-        """Collective over all ranks. Let the others see these bytes (start, stop) of it.
+        """Collective over all ranks. Let neighbours see these bytes (start, stop) of it.
 
-        It comes from `device.host_bytes`: its pages hold nothing else, and zeros until now.
+        It comes from `device.host_bytes`: its pages hold nothing else, and zeros until now. It is
+        kept until `unshare`.
         """
-        number, own, refused = self._files, None, ""
-        self._files += 1
-        try:
-            own = _File(memory, ranges)
-        except (OSError, AttributeError) as error:  # no Linux, no room, or too many files
-            refused = str(error)
-        everyone = self._transport.all_gather(json.dumps(own.told if own else None).encode())
-        seen = {}
-        for rank in self.ranks if own else ():
+        file, files, reason = None, {}, ""
+        if ranges and len(self.ranks) > 1:
             try:
-                seen[rank, number] = _opened(json.loads(everyone[rank]))
+                file = _File(memory, ranges)
+            except OSError as error:
+                reason = str(error)
+        everyone = self._transport.all_gather(json.dumps(file.told if file else None).encode())
+        told = {rank: json.loads(everyone[rank]) for rank in self.ranks}
+        for rank in (rank for rank in told if file and told[rank]):
+            try:
+                files[rank] = _opened(*told[rank])
             except (OSError, ValueError) as error:
-                refused = str(error)
-        reasons = [text.decode() for text in self._transport.all_gather(refused.encode())]
-        if own is not None:
-            self._own.add(str(os.fstat(own.number).st_ino))
-            os.close(own.number)
-        self.refused = next((reasons[rank] for rank in self.ranks if reasons[rank]), "")
-        if own is not None and not self.refused:
-            self._seen.update(seen)
-            self._segments += own.segments(number)
+                reason = reason or f"memory of rank {rank}: {error}"
+        is_whole = self._agree(reason)
+        if file is not None:
+            file.close()
+            self._inodes.add(file.inode)
+            if is_whole:
+                self._shared[self._own] = _Shared(memory, file.segments, files)
+        self._own += 1
+
+    def unshare(self, memory: np.ndarray) -> None:
+        """Forget it; nothing that is bound to it is started any more, here or elsewhere."""
+        for number in [n for n, each in self._shared.items() if each.memory is memory]:
+            self._unused += self._shared.pop(number).counters
+
+    def _agree(self, reason: str) -> bool:
+        """Collective over all ranks. Whether none of this host has a reason against it."""
+        reasons = [text.decode() for text in self._transport.all_gather(reason.encode())]
+        first = next((f"rank {r}: {text}" for r, text in enumerate(reasons) if text), "")
+        self.refused = self.refused or first
+        return not any(reasons[rank] for rank in self.ranks)
 
     def bind(
         self, group: Group, members: tuple[int, ...], communicator: Any, call: Call, nbytes: int
     ) -> SharedOperation | None:
         """Collective over the group. The operation, or None if some memory of it is not shared."""
-        own = self._taken if self._taken < _COUNTERS else -1
-        places = self._place(call.send), self._place(call.receive)
-        told = communicator.allgather((own, *places, call.send_counts))
-        if any(-1 in (slot, send[0], receive[0]) for slot, send, receive, _ in told):
+        own = self._counters[self._transport.rank]
+        counter = self._unused[-1] if self._unused else -1
+        sent, received = self._place(call.send), self._place(call.receive)
+        if call.kind in ("reduce_scatter", "all_to_all") and _overlap(call.send, call.receive):
+            received = NOWHERE  # others read what this member would write
+        mine = counter, int(own[counter]), sent, received, call.send_counts
+        told = communicator.allgather(mine)
+        if any(number < 0 or NOWHERE in places for number, _, *places, _ in told):
             return None
-        self._taken += 1
+        self._unused.pop()
+        self._shared[max(sent[0], received[0])].counters.append(counter)
         counters = [
-            self._counters[rank][slot : slot + 1]
-            for rank, (slot, *_) in zip(members, told, strict=True)
+            (self._counters[rank][number : number + 1], count)
+            for rank, (number, count, *_) in zip(members, told, strict=True)
+        ]
+        views = [
+            self._view(rank, place, sum(counts), call.send.dtype)
+            for rank, (_, _, place, _, counts) in zip(members, told, strict=True)
         ]
         meeting = Meeting(counters, group.index, self._window.Sync)
-        sent = [
-            self._view(rank, place, sum(counts), call.send.dtype)
-            for rank, (_, place, _, counts) in zip(members, told, strict=True)
-        ]
-        make = _WORK[call.kind]
-        work = make(call, group, sent, [counts for *_, counts in told], self._work)
+        work = _work_of(call, group, views, [counts for *_, counts in told], self._work)
         return SharedOperation(group, call, nbytes, meeting, work)
 
     def seen_bytes(self) -> int:
@@ -158,69 +204,74 @@ class Neighbours:
                 if words[0] == "Rss:":
                     found += is_theirs * int(words[1]) * 1024
                 elif not words[0].endswith(":"):  # the head of a mapping; the fifth is its inode
-                    is_theirs = f"memfd:{_NAME}" in line and words[4] not in self._own
+                    is_theirs = f"memfd:{_NAME}" in line and int(words[4]) not in self._inodes
         return found
 
     def close(self) -> None:
         """Collective. Give back the window and the communicator."""
-        self._seen.clear()
-        self._counters.clear()
-        self._window.Unlock_all()
-        self._window.Free()
+        self._shared.clear()
+        if self._window is not None:
+            if len(self.ranks) > 1:
+                self._counters.clear()
+                self._window.Unlock_all()
+            self._window.Free()
         self._node.Free()
 
     def _place(self, array: np.ndarray) -> Place:
-        """Where others see it; (-1, 0) if they do not."""
+        """Where others see it; NOWHERE if they do not."""
         if not array.nbytes:
-            return 0, 0
+            return next(iter(self._shared), -1), 0
         start = array.ctypes.data
-        for each in self._segments:
-            if each.start <= start and start + array.nbytes <= each.stop:
-                return each.file, each.offset + start - each.start
-        return -1, 0
+        for number, shared in self._shared.items():
+            for each in shared.segments:
+                if each.start <= start and start + array.nbytes <= each.stop:
+                    return number, each.offset + start - each.start
+        return NOWHERE
 
     def _view(self, rank: int, place: Place, count: int, dtype: np.dtype[Any]) -> np.ndarray:
+        number, offset = place
         if not count:
             return np.empty(0, dtype)
-        file, offset = place
-        return self._seen[rank, file][offset : offset + count * dtype.itemsize].view(dtype)
+        return self._shared[number].files[rank][offset:][: count * dtype.itemsize].view(dtype)
 
 
-def neighbours_of(transport: Transport, mpi: Any, world: Any) -> Neighbours | None:
-    """Collective. Of a rank that has any; None also where its MPI has no windows for them."""
-    node = world.Split_type(mpi.COMM_TYPE_SHARED)
-    if node.Get_size() > 1:
-        try:
-            return Neighbours(transport, mpi, node)
-        except (NotImplementedError, mpi.Exception):
-            return None
-    node.Free()
-    return None
+def _overlap(one: np.ndarray, two: np.ndarray) -> bool:
+    """Whether two flat arrays have bytes in common."""
+    first, second = sorted((one, two), key=lambda array: int(array.ctypes.data))
+    both = one.nbytes and two.nbytes
+    return bool(both) and first.ctypes.data + first.nbytes > second.ctypes.data
 
 
 class _File:
-    """A file without a name that has taken the place of pages of an array."""
+    """A file without a name that has taken the place of pages of an array. OSError if it cannot."""
 
     def __init__(self, memory: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("the system has no files in memory (memfd)")
         first = memory.ctypes.data
-        self._runs = _whole_pages([(first + start, first + stop) for start, stop in ranges])
-        nbytes = PAGE + sum(stop - start for start, stop in self._runs)
+        runs = _whole_pages([(first + start, first + stop) for start, stop in ranges])
+        self.segments: list[_Segment] = []
+        nbytes = PAGE  # that of the token
+        for start, stop in runs:
+            self.segments.append(_Segment(start, stop, nbytes))
+            nbytes += stop - start
         token = secrets.token_hex(_TOKEN_BYTES // 2)
-        self.number = os.memfd_create(_NAME)
-        os.ftruncate(self.number, nbytes)
-        os.pwrite(self.number, token.encode(), 0)
-        for run in self.segments(0):
-            _map_at(run.start, run.stop - run.start, self.number, run.offset)
-        self.told = [os.getpid(), self.number, nbytes, token]
+        self._number = os.memfd_create(_NAME)
+        try:
+            os.ftruncate(self._number, nbytes)
+            os.pwrite(self._number, token.encode(), 0)
+            for run in self.segments:
+                _map(run.start, run.stop - run.start, _MAP_FIXED, self._number, run.offset)
+        except OSError:
+            self.close()
+            raise
+        self.inode = os.fstat(self._number).st_ino
+        self.told = os.getpid(), self._number, nbytes, token
         """What others open it by."""
 
-    def segments(self, number: int) -> list[_Segment]:
-        """The pages, in the file of that number; they follow the page of the token."""
-        offset, found = PAGE, []
-        for start, stop in self._runs:
-            found.append(_Segment(start, stop, number, offset))
-            offset += stop - start
-        return found
+    def close(self) -> None:
+        """Its pages stay; nobody can open it any more."""
+        os.close(self._number)
 
 
 def _whole_pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -234,51 +285,62 @@ def _whole_pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def _map_at(address: int, nbytes: int, file: int, offset: int) -> None:
-    """Let pages of this process be those of a file; OSError if not. Python's mmap cannot."""
+def _map(address: int, nbytes: int, flags: int, file: int, offset: int) -> int:
+    """The address at which pages of this process are those of a file; OSError if not.
+
+    Python's mmap can take no address, and keeps a descriptor for each.
+    """
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    found = call(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, file, offset)
-    if found != address:
-        raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes")
+    found = call(address, nbytes, access, mmap.MAP_SHARED | flags, file, offset)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
+    return int(found)
 
 
-def _opened(told: list[Any] | None) -> np.ndarray:
+def _unmap(address: int, nbytes: int) -> None:
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+
+
+def _opened(pid: int, number: int, nbytes: int, token: str) -> np.ndarray:
     """The bytes of a neighbour's file. OSError or ValueError if they cannot be seen from here."""
-    if told is None:
-        raise ValueError("a rank has no memory to share")
-    pid, number, nbytes, token = told
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
     try:
-        mapped = mmap.mmap(file, nbytes)
+        address = _map(0, nbytes, 0, file, 0)
     finally:
         os.close(file)
-    if mapped[:_TOKEN_BYTES] != token.encode():
-        raise ValueError(f"process {pid} of a rank is another one here")
-    return np.frombuffer(mapped, np.uint8)
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(memory, _unmap, address, nbytes).atexit = False
+    if bytes(memory[:_TOKEN_BYTES]) != token.encode():
+        raise ValueError(f"its process {pid} is another one here")
+    return np.ctypeslib.as_array(memory)
 
 
 class Meeting(Request):
     """Members wait for one another: each has a counter that it alone moves on."""
 
-    def __init__(self, counters: list[np.ndarray], own: int, sync: Callable[[], None]) -> None:
-        self._own, self._sync = counters[own], sync
-        self._others = [counter for i, counter in enumerate(counters) if i != own]
-        self._count = 0
+    def __init__(
+        self, counters: list[tuple[np.ndarray, int]], own: int, sync: Callable[[], None]
+    ) -> None:
+        """The counters come with what they have counted before."""
+        self._own, self._first = counters[own]
+        self._others = [each for i, each in enumerate(counters) if i != own]
+        self._sync, self._count = sync, 0
 
     def come(self) -> None:
         """Say that this member is there, and that what it wrote can be read."""
         self._count += 1
         self._sync()
-        self._own[0] = self._count
+        self._own[0] = self._first + self._count
         self._sync()
 
     def test(self) -> bool:
         """Whether all have come; what they wrote can be read then."""
-        for counter in self._others:
-            if counter[0] < self._count:
+        for counter, first in self._others:
+            if counter[0] - first < self._count:
                 return False
         self._sync()
         return True
@@ -303,6 +365,7 @@ class SharedOperation(Operation):
     ) -> None:
         super().__init__(group, call, nbytes)
         self._meeting, self._work = meeting, work
+        self._at_once = max(1, _BYTES_A_LOOK // _BLOCK_BYTES // (2 * group.size))
         self._request: Request = DONE
 
     def _begin(self) -> None:
@@ -314,66 +377,44 @@ class SharedOperation(Operation):
     def _steps(self) -> Steps:
         self._meeting.come()
         yield self._meeting
-        for first in range(0, len(self._work), _BLOCKS_A_LOOK):
+        for first in range(0, len(self._work), self._at_once):
             if first:
                 yield _Later()
-            for block in self._work[first : first + _BLOCKS_A_LOOK]:
+            for block in self._work[first : first + self._at_once]:
                 block()
         self._meeting.come()  # nobody reads, or writes, any more
         yield self._meeting
 
 
-def _all_reduce(
-    call: Call, group: Group, sent: list[np.ndarray], counts: list[Counts], work: np.ndarray
+def _work_of(
+    call: Call,
+    group: Group,
+    sent: list[np.ndarray],
+    counts: list[tuple[int, ...]],
+    work: np.ndarray,
 ) -> list[Work]:
-    """Reduces this member's part of all, and writes it to all."""
-    start, stop = span(call.send.size, group.size, group.index)
-    parts = [each[start:stop] for each in sent]
-    return _reduced(call.reduce, parts, parts, work)
-
-
-def _reduce_scatter(
-    call: Call, group: Group, sent: list[np.ndarray], counts: list[Counts], work: np.ndarray
-) -> list[Work]:
-    """Reduces this member's part of all into its own buffer."""
-    start = sum(call.send_counts[: group.index])
-    parts = [each[start : start + call.receive.size] for each in sent]
-    return _reduced(call.reduce, parts, [call.receive], work)
-
-
-def _all_gather(
-    call: Call, group: Group, sent: list[np.ndarray], counts: list[Counts], work: np.ndarray
-) -> list[Work]:
-    """Copies what each has."""
-    own = _parts(call.receive, call.receive_counts)
-    if call.send.ctypes.data == own[group.index].ctypes.data:  # it is in its place
-        own[group.index] = own[group.index][:0]
-    pairs = zip(own, sent, strict=True)
+    """What this member does, in blocks; it sees what each has to send, in parts of these counts."""
+    own = group.index
+    if call.kind == "all_reduce":
+        part = slice(*span(call.send.size, group.size, own))
+        parts = [each[part] for each in sent]
+        return _reduced(call.reduce, parts, parts, work)
+    if call.kind == "reduce_scatter":
+        parts = [_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
+        return _reduced(call.reduce, parts, [call.receive], work)
+    targets = _parts(call.receive, call.receive_counts)
+    if call.kind == "all_to_all":
+        sent = [_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
+    elif call.send.ctypes.data == targets[own].ctypes.data:  # gathered where it is
+        targets[own], sent[own] = targets[own][:0], sent[own][:0]
+    pairs = zip(targets, sent, strict=True)
     return [block for target, source in pairs for block in _copied(target, source)]
-
-
-def _all_to_all(
-    call: Call, group: Group, sent: list[np.ndarray], counts: list[Counts], work: np.ndarray
-) -> list[Work]:
-    """Copies the part for this member of what each has."""
-    own = _parts(call.receive, call.receive_counts)
-    theirs = [_parts(each, n)[group.index] for each, n in zip(sent, counts, strict=True)]
-    pairs = zip(own, theirs, strict=True)
-    return [block for target, source in pairs for block in _copied(target, source)]
-
-
-_WORK = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-}
 
 
 def _reduced(
     reduce: str, sources: list[np.ndarray], targets: list[np.ndarray], work: np.ndarray
 ) -> list[Work]:
-    """Block by block, the reduction of the sources in their order, written to all targets."""
+    """The reduction of the sources in their order, written to all targets."""
     size, dtype = sources[0].size, sources[0].dtype
     return [
         partial(

@@ -367,8 +367,12 @@ class Transport(ABC):
     def share(self, memory: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """Collective. Let neighbours see these bytes (start, stop) of memory of the host.
 
-        Collectives between them work there, without messages. The memory has been zero until now.
+        Collectives between them work there, without messages. It has been zero until now, and is
+        kept until `unshare`.
         """
+
+    def unshare(self, memory: np.ndarray) -> None:  # noqa: B027
+        """Forget it: what is bound to it is not started any more, by any rank."""
 
     def seen_bytes(self) -> int:
         """Memory of other ranks that counts as resident in this process too."""

@@ -1,7 +1,16 @@
 """When a run saves, evaluates and ends, as the job says."""
 
 import pytest
-from cli_job import ROWS, TEST_ROWS, Runner, evaluations_of, steps_of, write_data, write_job
+from cli_job import (
+    ROWS,
+    TEST_ROWS,
+    Runner,
+    evaluations_of,
+    relative,
+    steps_of,
+    write_data,
+    write_job,
+)
 
 PER_EPOCH = 8  # 275 rows in batches of 32
 
@@ -72,3 +81,11 @@ def test_saves_by_the_minute_and_without_an_evaluation(run, tmp_path):
     saved = run.checkpoints()
     assert len(saved) > 1
     assert saved[-1] == "step-00000400"
+
+
+@pytest.mark.ranks(3)
+def test_hosts_may_have_unequal_numbers_of_ranks(run, tmp_path):
+    """MPICH can be told to take the ranks for those of two hosts, here of two ranks and of one."""
+    write_job(tmp_path)
+    apart = run.train(3, "--steps", 12, out="apart", MPIR_CVAR_NUM_CLIQUES="2")
+    assert relative(steps_of(apart), steps_of(run.train(3, "--steps", 12))) < 1e-5

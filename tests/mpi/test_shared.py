@@ -27,7 +27,7 @@ def transport():
 def small_blocks(monkeypatch):
     """Several blocks, and several looks, for a few kilobytes."""
     monkeypatch.setattr(shared, "_BLOCK_BYTES", 1 << 12)
-    monkeypatch.setattr(shared, "_BLOCKS_A_LOOK", 3)
+    monkeypatch.setattr(shared, "_BYTES_A_LOOK", 1 << 14)
 
 
 class Arena:
@@ -167,7 +167,7 @@ def test_parts_of_a_host_have_collectives_of_their_own(transport):
 
 def test_more_than_there_are_counters_goes_by_messages(transport):
     group, arena = everyone(transport), Arena(transport)
-    transport.neighbours._taken = shared._COUNTERS - 1 - transport.rank
+    del transport.neighbours._unused[1 + transport.rank :]
     whole = arena.array(np.full(100, 1.0))
     starts = [group.bind_all_reduce(whole) for _ in range(2)]
     assert [is_shared(start) for start in starts] == [True, False]  # the first rank has no more
@@ -175,15 +175,17 @@ def test_more_than_there_are_counters_goes_by_messages(transport):
     np.testing.assert_array_equal(whole, transport.size)
 
 
-@pytest.mark.parametrize("who", ["one cannot open", "one has none", "another process"])
+@pytest.mark.parametrize("who", ["one cannot open", "one has none", "another process", "no room"])
 def test_one_that_cannot_see_the_others_makes_all_use_messages(transport, monkeypatch, who):
-    last = transport.rank == transport.size - 1
+    last, files = transport.rank == transport.size - 1, len(os.listdir("/proc/self/fd"))
     if last and who == "one cannot open":
         monkeypatch.setattr(os, "open", _refusing)
     if last and who == "one has none":
         monkeypatch.delattr(os, "memfd_create")
     if last and who == "another process":
-        monkeypatch.setattr(shared.os, "getpid", os.getppid)
+        monkeypatch.setattr(shared, "_TOKEN_BYTES", 8)  # its token is another one
+    if last and who == "no room":
+        monkeypatch.setattr(os, "ftruncate", _full)
     arena = Arena(transport)
     monkeypatch.undo()
     whole = arena.array(np.full(5000, 1.0))
@@ -191,7 +193,21 @@ def test_one_that_cannot_see_the_others_makes_all_use_messages(transport, monkey
     start().wait()
     assert not is_shared(start)
     np.testing.assert_array_equal(whole, transport.size)
-    assert "go by messages, as its ranks cannot see memory of one another: " in transport.remark
+    assert "go by messages where its ranks cannot see memory of one another: " in transport.remark
+    reasons = {
+        "one cannot open": f"rank {transport.size - 1}: memory of rank 0: [Errno 13] Permission",
+        "one has none": f"rank {transport.size - 1}: the system has no files in memory",
+        "another process": "is another one here",
+        "no room": f"rank {transport.size - 1}: [Errno 28] No space",
+    }
+    assert reasons[who] in transport.remark
+    assert len(os.listdir("/proc/self/fd")) == files
+    Arena(transport)  # a later success does not make it untrue
+    assert reasons[who] in transport.remark
+
+
+def _full(*_):
+    raise OSError(28, "No space left on device")
 
 
 def _refusing(*_):
@@ -219,3 +235,49 @@ def test_memory_of_others_that_was_touched_is_known(transport):
     everyone(transport).bind_all_reduce(whole)().wait()
     expected = (transport.size - 1) / transport.size * whole.nbytes
     assert expected * 0.95 < transport.seen_bytes() < expected + (1 << 17)
+
+
+def test_memory_that_was_let_go_is_forgotten_and_not_taken_for_what_follows(transport):
+    files, counters = len(os.listdir("/proc/self/fd")), len(transport.neighbours._unused)
+    group = everyone(transport)
+    for step in range(20):
+        memory = host_bytes(1 << 20)  # at the same address, as a rule
+        if step % 3 == transport.rank % 3:
+            kept = host_bytes(1 << 20)  # not on all ranks
+        if step % 2:
+            transport.share(memory, [(0, memory.nbytes)])
+        whole = memory.view(np.float32)
+        whole[:] = step
+        start = group.bind_all_reduce(whole)
+        for _ in range(1 + step % 4):  # counters that were used before have counted
+            whole[:] = step
+            start().wait()
+            np.testing.assert_array_equal(whole, step * transport.size)
+        assert is_shared(start) == (step % 2 == 1)
+        transport.unshare(memory)
+        del memory, whole, start
+    assert len(transport.neighbours._unused) == counters
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert transport.seen_bytes() == 0
+    assert kept is not None
+
+
+def test_nothing_to_share_is_no_fault(transport):
+    transport.share(host_bytes(100), [])
+    transport.share(Elsewhere(), [])
+    ranges = [(0, 100)] if transport.rank else []  # what one has, nobody needs of another
+    transport.share(host_bytes(100), ranges)
+    assert not transport.remark
+
+
+class Elsewhere:
+    """Memory of a device."""
+
+
+def test_what_would_be_read_while_it_is_written_goes_by_messages(transport):
+    group, arena = everyone(transport), Arena(transport)
+    n = transport.size
+    send = arena.array(np.zeros(2 * n, np.float32))
+    apart = arena.array(np.zeros(2, np.float32))
+    for receive, expected in ((apart, True), (send[1:3], False)):
+        assert is_shared(group.bind_reduce_scatter(send, receive, [2] * n)) == expected
