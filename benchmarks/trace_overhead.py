@@ -2,10 +2,11 @@
 
     python benchmarks/trace_overhead.py [ROUNDS]
 
-A training step of many small kernels, and one of larger ones, on one rank. Two sessions of the same
-plan run in turn: one that is not watched at all, and one that is metered, with every other step
-traced. Medians of the differences within a round are printed, in CPU time of the thread as well,
-which others on the machine disturb less. OMP_NUM_THREADS=1 is set before NumPy is imported.
+A training step of many small kernels, one of larger ones, and those of small models as they are, on
+one rank. Two sessions of the same plan run in turn: one that is not watched at all, and one that is
+metered, with every other step traced. Medians of the differences within a round are printed, in CPU
+time of the thread as well, which others on the machine disturb less. OMP_NUM_THREADS=1 is set
+before NumPy is imported.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import mpiflow as mf
+from mpiflow.calibration.jobs import Drawn, references
 from mpiflow.compiler.arrange import Target
 from mpiflow.compiler.driver import compile_job
 from mpiflow.compiler.machine import find_machine
@@ -31,17 +33,6 @@ from mpiflow.plan.records import DataSet, Field, Plan
 WARM = 10
 TRACED = 1 << 20
 """The number of the first step that is traced; that of a step is for messages only."""
-
-
-class Constant:
-    """A reader of ones."""
-
-    def read(self, step, rows, out):
-        for array in out.values():
-            array.fill(1)
-
-    def describe(self, step, row):
-        return f"row {row}"
 
 
 def plan_of(layers: int, size: int) -> Plan:
@@ -63,14 +54,13 @@ def plan_of(layers: int, size: int) -> Plan:
 
 def session(plan: Plan, steps: int) -> Session:
     """One that is ready to run so many steps."""
-    (made,) = run_local(1, lambda transport: Session(plan, transport, {"train": Constant()}))
+    (made,) = run_local(1, lambda transport: Session(plan, transport, {"train": Drawn(plan)}))
     made.run("initialise")
     made.expect("train", range(steps))
     return made
 
 
-def measure(layers: int, size: int, rounds: int) -> None:
-    plan = plan_of(layers, size)
+def measure(what: str, plan: Plan, rounds: int) -> None:
     steps = rounds + WARM
     plain, watched = session(plan, steps), session(plan, 2 * steps)
     meter = Meter()
@@ -90,20 +80,29 @@ def measure(layers: int, size: int, rounds: int) -> None:
     plain.close()
     watched.close()
     kernels = sum(task.kind == "compute" for task in plan.program("train").tasks)
-    print(f"{kernels} kernels, {size} x {size}, {rounds} rounds:")
+    print(f"{what}: {kernels} kernels, {rounds} rounds:")
     for name, seconds in found.items():
         alone = statistics.median(s[0] for s in seconds[WARM:])
         for label, place in (("metered", 1), ("traced", 2)):
-            more = statistics.median(s[place] - s[0] for s in seconds[WARM:])
-            print(
-                f"  {name:<4} {alone * 1e6:9.0f} us a step, {label:<7} {more * 1e6:+8.1f} us"
-                f" ({more / alone:+.2%}, {more / kernels * 1e9:+.0f} ns a kernel)"
-            )
+            report(name, alone, label, [s[place] - s[0] for s in seconds[WARM:]], kernels)
+        more = [s[2] - s[1] for s in seconds[WARM:]]
+        report(name, alone, "traced beyond metered", more, kernels)
+
+
+def report(name: str, alone: float, label: str, more: list[float], kernels: int) -> None:
+    seconds = statistics.median(more)
+    print(
+        f"  {name:<4} {alone * 1e6:9.0f} us a step, {label:<21} {seconds * 1e6:+8.1f} us"
+        f" ({seconds / alone:+.2%}, {seconds / kernels * 1e9:+.0f} ns a kernel)"
+    )
 
 
 def main(rounds: int) -> None:
-    measure(150, 64, rounds)
-    measure(10, 256, rounds)
+    measure("64 x 64", plan_of(150, 64), rounds)
+    measure("256 x 256", plan_of(10, 256), rounds)
+    jobs = {job.name.partition("-")[0]: job for job in references(quick=True)}
+    for name, job in jobs.items():
+        measure(name, job.plan(), rounds)
 
 
 if __name__ == "__main__":
