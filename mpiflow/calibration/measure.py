@@ -112,6 +112,9 @@ def calibrate(transport: Transport, options: Options) -> Report | None:
         pipelines(transport.size, quick=options.quick) if shared and transport.size % 2 == 0 else []
     )
     passed = measure_pipelines(transport, staged)
+    # Once more, some time later: what else disturbs the machine only ever makes steps longer.
+    again = measure_steps(transport, plans)
+    steps = [list(map(min, *both)) for both in zip(steps, again, strict=True)]
     reads = _measure_reads(transport, hosts, options)
     mine = [base, rates.plain(), [call.seconds for call in calls], reads, steps, passed]
     gathered = transport.gather(json.dumps(mine).encode())
