@@ -12,7 +12,6 @@ What is received before it is summed has a place in the workspace of the task.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +27,7 @@ from mpiflow.exec.transport import (
     Start,
     Steps,
     Together,
+    in_parts,
 )
 from mpiflow.graph.sbp import span
 
@@ -152,7 +152,7 @@ class _Direct(Operation):
 
 class _Gather(_Direct):
     def __init__(self, group: DirectGroup, call: Call) -> None:
-        coming = _parts(call.receive, call.receive_counts)
+        coming = in_parts(call.receive, call.receive_counts)
         super().__init__(group, call, group.between_all([call.send] * group.size, coming))
         self._own = coming[group.index]
 
@@ -163,8 +163,8 @@ class _Gather(_Direct):
 
 class _Exchange(_Direct):
     def __init__(self, group: DirectGroup, call: Call) -> None:
-        leaving = _parts(call.send, call.send_counts)
-        coming = _parts(call.receive, call.receive_counts)
+        leaving = in_parts(call.send, call.send_counts)
+        coming = in_parts(call.receive, call.receive_counts)
         super().__init__(group, call, group.between_all(leaving, coming))
         self._own = coming[group.index], leaving[group.index]
 
@@ -177,14 +177,14 @@ class _ReduceScatter(_Direct):
     """Sums the parts that come, with this member's own between them, into `out`."""
 
     def __init__(self, group: DirectGroup, call: Call) -> None:
-        leaving = _parts(call.send, call.send_counts)
+        leaving = in_parts(call.send, call.send_counts)
         self._reduce(group, call, leaving, call.receive)
 
     def _reduce(self, group: DirectGroup, call: Call, leaving: list[Any], out: Any) -> None:
         own, count = group.index, leaving[group.index].size
         others = group.size - 1
         work = call.work[: others * count * out.dtype.itemsize].view(out.dtype)
-        came = _parts(work, (count,) * others)
+        came = in_parts(work, (count,) * others)
         self._sources = [*came[:own], leaving[own], *came[own:]]
         self._out, self._ufunc = out, _SUMS[call.reduce]
         _Direct.__init__(self, group, call, group.between_all(leaving, self._sources))
@@ -205,7 +205,7 @@ class _ReduceScatter(_Direct):
 class _AllReduce(_ReduceScatter):
     def __init__(self, group: DirectGroup, call: Call) -> None:
         sizes = [span(call.send.size, group.size, i) for i in range(group.size)]
-        parts = _parts(call.send, tuple(stop - start for start, stop in sizes))
+        parts = in_parts(call.send, tuple(stop - start for start, stop in sizes))
         own = parts[group.index]
         self._reduce(group, call, parts, own)
         self._gather = group.between_all([own] * group.size, parts)
@@ -220,9 +220,3 @@ _BOUND = {
     "reduce_scatter": _ReduceScatter,
     "all_reduce": _AllReduce,
 }
-
-
-def _parts(array: Any, counts: tuple[int, ...]) -> list[Any]:
-    """An array, flat, in parts of so many elements."""
-    stops = list(accumulate(counts))
-    return [array[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]

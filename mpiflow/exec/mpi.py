@@ -20,14 +20,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpiflow.errors import LaunchError, TaskError
 from mpiflow.exec.shared import KINDS, Neighbours
-from mpiflow.exec.transport import DRAIN_SECONDS, Call, Check, Group, Operation, Request, Transport
+from mpiflow.exec.transport import (
+    DRAIN_SECONDS,
+    Call,
+    Check,
+    Group,
+    Operation,
+    Request,
+    Transport,
+    in_parts,
+)
 
 Piece = Callable[[], Any]
 
@@ -105,8 +113,8 @@ class MpiTransport(Transport):
         if not self.neighbours.refused:
             return ""
         return (
-            "collectives within a host go by messages where its ranks cannot see memory of one"
-            f" another: {self.neighbours.refused}"
+            "collectives within a host, or some of them, go by messages and not in memory that its"
+            f" ranks share: {self.neighbours.refused}"
         )
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -255,7 +263,7 @@ class MpiGroup(Group):
     def _all_gather(self, call: Call) -> list[Piece]:
         if call.receive.size > self.limit:
             return self._exchange(
-                [call.send] * self.size, _parts(call.receive, call.receive_counts)
+                [call.send] * self.size, in_parts(call.receive, call.receive_counts)
             )
         target = self._buffer(call.receive, call.receive_counts)
         return [self._collective("Allgatherv", self._buffer(call.send), target)]
@@ -275,13 +283,13 @@ class MpiGroup(Group):
                 operation,
                 root,
             )
-            for root, whole in enumerate(_parts(call.send, call.send_counts))
+            for root, whole in enumerate(in_parts(call.send, call.send_counts))
             for index, part in enumerate(self._segments(whole))
         ]
 
     def _all_to_all(self, call: Call) -> list[Piece]:
         send, receive = (
-            _parts(call.send, call.send_counts), _parts(call.receive, call.receive_counts)
+            in_parts(call.send, call.send_counts), in_parts(call.receive, call.receive_counts)
         )  # fmt: skip
         return self._exchange(send, receive, once=call.once)
 
@@ -454,13 +462,9 @@ def _restart(request: Any) -> Any:
     return request
 
 
-def _parts(array: np.ndarray, counts: tuple[int, ...]) -> list[np.ndarray]:
-    return np.split(array, list(accumulate(counts))[:-1])
-
-
 def _octets(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
 def _cut(received: np.ndarray, sizes: list[int]) -> list[bytes]:
-    return [part.tobytes() for part in _parts(received, tuple(sizes))]
+    return [part.tobytes() for part in in_parts(received, tuple(sizes))]

@@ -26,7 +26,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from mpiflow.exec.transport import (
     Request,
     Steps,
     Transport,
+    in_parts,
 )
 from mpiflow.graph.sbp import span
 
@@ -93,7 +93,8 @@ class Neighbours:
         self._transport = transport
         self.refused = ""
         """Why memory is not shared that was to be, on which rank; alike on all ranks."""
-        self._own = 0  # the number of the next share
+        self._next = 0
+        """The number of the next share."""
         self._shared: dict[int, _Shared] = {}
         self._inodes: set[int] = set()
         self._unused = list(range(_COUNTERS))[::-1]
@@ -153,8 +154,8 @@ class Neighbours:
             file.close()
             self._inodes.add(file.inode)
             if is_whole:
-                self._shared[self._own] = _Shared(memory, file.segments, files)
-        self._own += 1
+                self._shared[self._next] = _Shared(memory, file.segments, files)
+        self._next += 1
 
     def unshare(self, memory: np.ndarray) -> None:
         """Forget it; nothing that is bound to it is started any more, here or elsewhere."""
@@ -179,7 +180,10 @@ class Neighbours:
             received = NOWHERE  # others read what this member would write
         mine = counter, int(own[counter]), sent, received, call.send_counts
         told = communicator.allgather(mine)
-        if any(number < 0 or NOWHERE in places for number, _, *places, _ in told):
+        if any(number < 0 for number, *_ in told):
+            self.refused = self.refused or f"more than {_COUNTERS} collectives are bound at once"
+            return None
+        if any(NOWHERE in places for _, _, *places, _ in told):
             return None
         self._unused.pop()
         self._shared[max(sent[0], received[0])].counters.append(counter)
@@ -197,6 +201,8 @@ class Neighbours:
 
     def seen_bytes(self) -> int:
         """The memory of other ranks that this one has touched: it counts as resident in both."""
+        if not self._inodes:
+            return 0  # nor need there be a /proc
         found, is_theirs = 0, False
         with open("/proc/self/smaps") as maps:
             for line in maps:
@@ -400,11 +406,11 @@ def _work_of(
         parts = [each[part] for each in sent]
         return _reduced(call.reduce, parts, parts, work)
     if call.kind == "reduce_scatter":
-        parts = [_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
+        parts = [in_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
         return _reduced(call.reduce, parts, [call.receive], work)
-    targets = _parts(call.receive, call.receive_counts)
+    targets = in_parts(call.receive, call.receive_counts)
     if call.kind == "all_to_all":
-        sent = [_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
+        sent = [in_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
     elif call.send.ctypes.data == targets[own].ctypes.data:  # gathered where it is
         targets[own], sent[own] = targets[own][:0], sent[own][:0]
     pairs = zip(targets, sent, strict=True)
@@ -449,9 +455,3 @@ def _copied(target: np.ndarray, source: np.ndarray) -> list[Work]:
 def _blocks(size: int, itemsize: int) -> Iterator[slice]:
     step = max(_BLOCK_BYTES // itemsize, 1)
     return (slice(i, min(i + step, size)) for i in range(0, size, step))
-
-
-def _parts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    """An array, flat, in parts of so many elements."""
-    stops = list(accumulate(counts))
-    return [array[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]

@@ -19,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -423,6 +424,12 @@ class Transport(ABC):
             f"\n  {theirs}: rank {', '.join(_shortened(names))}" for theirs, names in ranks.items()
         )
         raise on_all_ranks(LaunchError(f"the ranks do not have the same {label}:{table}"))
+
+
+def in_parts(array: Any, counts: Sequence[int]) -> list[Any]:
+    """A flat array in parts of so many elements."""
+    stops = list(accumulate(counts))
+    return [array[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
 
 def on_all_ranks(error: MpiflowError) -> MpiflowError:

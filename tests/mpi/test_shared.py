@@ -171,6 +171,7 @@ def test_more_than_there_are_counters_goes_by_messages(transport):
     whole = arena.array(np.full(100, 1.0))
     starts = [group.bind_all_reduce(whole) for _ in range(2)]
     assert [is_shared(start) for start in starts] == [True, False]  # the first rank has no more
+    assert f"more than {shared._COUNTERS} collectives are bound" in transport.remark
     starts[1]().wait()
     np.testing.assert_array_equal(whole, transport.size)
 
@@ -193,7 +194,7 @@ def test_one_that_cannot_see_the_others_makes_all_use_messages(transport, monkey
     start().wait()
     assert not is_shared(start)
     np.testing.assert_array_equal(whole, transport.size)
-    assert "go by messages where its ranks cannot see memory of one another: " in transport.remark
+    assert "go by messages and not in memory that its ranks share: " in transport.remark
     reasons = {
         "one cannot open": f"rank {transport.size - 1}: memory of rank 0: [Errno 13] Permission",
         "one has none": f"rank {transport.size - 1}: the system has no files in memory",
