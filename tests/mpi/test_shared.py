@@ -234,8 +234,10 @@ def test_memory_of_others_that_was_touched_is_known(transport):
     assert transport.seen_bytes() < 1 << 16
     whole = arena.memory[shared.PAGE :].view(np.float32)
     everyone(transport).bind_all_reduce(whole)().wait()
-    expected = (transport.size - 1) / transport.size * whole.nbytes
-    assert expected * 0.95 < transport.seen_bytes() < expected + (1 << 17)
+    others = transport.size - 1
+    expected = others / transport.size * whole.nbytes
+    around = others * 2 * (1 << 16)  # Linux maps up to 16 pages with one that is touched
+    assert expected * 0.95 < transport.seen_bytes() < expected + around
 
 
 def test_memory_that_was_let_go_is_forgotten_and_not_taken_for_what_follows(transport):
