@@ -231,14 +231,19 @@ def _steps(found: Merged, first: int, zero: float) -> Iterator[Event]:
     for each in found.ranks:
         for step, (begin, end) in enumerate(each.spans - zero, each.trace.first):
             yield {
-                "ph": "X", "name": f"step {step}", "cat": "step", "pid": first + each.trace.rank,
-                "tid": len(each.streams), "ts": begin * 1e6, "dur": (end - begin) * 1e6,
-                "args": {"step": step},
+                "ph": "X", "name": f"step {step}", "cat": "step",
+                **perfetto.lane(first + each.trace.rank, len(each.streams)),
+                "ts": begin * 1e6, "dur": (end - begin) * 1e6, "args": {"step": step},
             }  # fmt: skip
 
 
 def _arrows(found: Merged, first: int, zero: float) -> Iterator[Event]:
-    """From each send to its receive on another stage, where both ranks are there."""
+    """From each send to its receive on another stage, where both ranks are there.
+
+    An arrow goes from the beginning of the one to the end of the other, since a receive may be
+    waiting long before, and since Perfetto draws none that goes back in time. Clocks of two hosts
+    may be so far off that it would.
+    """
     sent: dict[tuple[int, int, int, int, int], tuple[int, Firing]] = {}
     drawn = list(_measured(found, first))
     for firing in drawn:
@@ -247,8 +252,11 @@ def _arrows(found: Merged, first: int, zero: float) -> Iterator[Event]:
     for firing in drawn:
         if firing.task.kind == RECEIVE and (key := _message(found.plan, firing, first)) in sent:
             number, send = sent[key]
-            yield _arrow("s", number, send, zero)
-            yield _arrow("f", number, firing, zero)
+            # The last nanosecond of a slice is still in it.
+            arrived = max(firing.start, firing.stop - 1e-9)
+            if send.start <= arrived:
+                yield _arrow("s", number, send, send.start - zero)
+                yield {**_arrow("f", number, firing, arrived - zero), "bp": "e"}
 
 
 def _message(plan: Plan, firing: Firing, first: int) -> tuple[int, int, int, int, int]:
@@ -260,10 +268,9 @@ def _message(plan: Plan, firing: Firing, first: int) -> tuple[int, int, int, int
     return source, target, attributes["message"], firing.micro, firing.step
 
 
-def _arrow(kind: str, number: int, firing: Firing, zero: float) -> Event:
-    """One end of an arrow, which is tied to the middle of a firing."""
+def _arrow(kind: str, number: int, firing: Firing, seconds: float) -> Event:
+    """One end of an arrow, which is tied to a firing."""
     return {
-        "ph": kind, "id": number, "name": "message", "cat": "message", "pid": firing.process,
-        "tid": firing.thread, "ts": ((firing.start + firing.stop) / 2 - zero) * 1e6,
-        **({"bp": "e"} if kind == "f" else {}),
+        "ph": kind, "id": number, "name": "message", "cat": "message",
+        **perfetto.lane(firing.process, firing.thread), "ts": seconds * 1e6,
     }  # fmt: skip

@@ -2,6 +2,9 @@
 
 A process for each pipeline stage, or class of ranks, with a thread for each of its streams. A
 firing is a complete event ("X"); its times are in microseconds.
+
+Perfetto takes process 0 for the idle one of the system, and a thread whose number is 0, or that of
+its process, for the first thread of that: processes count from 1, threads from where no process is.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from mpiflow.plan.records import Task
 from mpiflow.plan.simulator import KINDS, Simulation, stream_kind
 
 Event = dict[str, Any]
+_FIRST_THREAD = 100_001
+"""More than there are ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,12 @@ class Firing:
     def place(self) -> Event:
         """Where and when, as an event has it."""
         seconds = self.stop - self.start
-        return {
-            "pid": self.process, "tid": self.thread, "ts": self.start * 1e6, "dur": seconds * 1e6
-        }  # fmt: skip
+        return {**lane(self.process, self.thread), "ts": self.start * 1e6, "dur": seconds * 1e6}
+
+
+def lane(process: int, thread: int) -> Event:
+    """Where an event is drawn: processes, and the threads of each, count from 0."""
+    return {"pid": 1 + process, "tid": _FIRST_THREAD + thread}
 
 
 def write_trace(simulation: Simulation, path: Path) -> int:
@@ -69,9 +77,9 @@ def lane_names(simulation: Simulation, title: str = "") -> Iterator[Event]:
     """What processes and threads of a simulation are called, and their order."""
     runs = simulation.record.runs
     alone = len(runs.lanes) == 1
-    for number, lane in enumerate(runs.lanes):
-        ranks = f"{lane.ranks} rank{'s' * (lane.ranks != 1)}"
-        label = ranks if alone else f"{lane.label} ({ranks})"
+    for number, each in enumerate(runs.lanes):
+        ranks = f"{each.ranks} rank{'s' * (each.ranks != 1)}"
+        label = ranks if alone else f"{each.label} ({ranks})"
         yield from process_names(number, f"{title}{label}", number)
     for number, (owner, stream) in enumerate(runs.streams):
         yield from thread_names(owner, number, stream)
@@ -92,7 +100,7 @@ def thread_names(process: int, thread: int, stream: str) -> Iterator[Event]:
 
 
 def _name(what: str, process: int, thread: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+    return {"ph": "M", "name": what, **lane(process, thread), "args": args}
 
 
 def predicted(simulation: Simulation, step: int) -> Iterator[Firing]:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from cli_job import PINNED, STAGED, Runner, write_data, write_job
+from trace_processor import loaded
 
 from mpiflow.cli import main
 from mpiflow.plan import tracefile
@@ -54,14 +55,28 @@ def test_the_streams_of_a_pipeline_do_what_was_predicted_in_that_order(run, tmp_
     events = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
     streams = {
         (e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"
-    } - {(2, "step"), (3, "step")}  # fmt: skip
-    assert streams == {(p, name) for p in range(4) for name in planned[p % 2]}
+    } - {(3, "step"), (4, "step")}  # fmt: skip
+    assert streams == {(1 + p, name) for p in range(4) for name in planned[p % 2]}
     for process, stream in sorted(streams):
-        if process < 2:
+        if process < 3:
             wanted = order_of(events, process, stream, 4)
             assert wanted
             for step in range(4, 10):
                 assert order_of(events, 2 + process, stream, step) == wanted
+    with loaded(tmp_path / "run/trace.json") as processor:
+        assert processor.troubles() == {}
+        assert processor.rows("select count(*) from flow") == [
+            (sum(event["ph"] == "s" for event in events),)
+        ]
+        orders = {
+            (process.split(" on ")[0], *key): tasks
+            for (process, *key), tasks in processor.orders().items()
+        }
+        for stage, names in enumerate(planned):
+            for stream in names:
+                for step in range(4, 10):
+                    wanted = orders[f"predicted: stage {stage} (1 rank)", stream, 4]
+                    assert orders[f"rank {stage}", stream, step] == wanted
 
 
 @pytest.mark.ranks(2)

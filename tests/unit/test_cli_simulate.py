@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from trace_processor import loaded
 
 from mpiflow.cli import main
 
@@ -153,7 +154,8 @@ def test_a_trace_opens_in_perfetto(call, json_of, plan):
     trace = json.loads(Path("new/trace.json").read_text())
     events = trace["traceEvents"]
     named = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
-    assert named["process_name", 1, 0] == {"name": "stage 1 (2 ranks)"}
+    processes = [args["name"] for (what, *_), args in named.items() if what == "process_name"]
+    assert processes == ["stage 0 (2 ranks)", "stage 1 (2 ranks)"]
     threads = {key[1:]: args["name"] for key, args in named.items() if key[0] == "thread_name"}
     fired = [e for e in events if e["ph"] == "X"]
     assert len(fired) + len([e for e in events if e["ph"] == "M"]) == len(events)
@@ -169,6 +171,11 @@ def test_a_trace_opens_in_perfetto(call, json_of, plan):
             (e["ts"], e["ts"] + e["dur"]) for e in fired if (e["pid"], e["tid"]) == thread
         )
         assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(mine))
+    with loaded(Path("new/trace.json")) as processor:
+        assert processor.troubles() == {}
+        drawn = {key[:2]: names for key, names in processor.orders().items()}
+        assert len(drawn) == len(threads)
+        assert processor.rows("select count(*) from slice") == [(len(fired),)]
     last = max(e["ts"] + e["dur"] for e in fired if e["cat"] not in ("read", "write"))
     even = json_of(plan, "--steps", 2)
     total = even["first_step_seconds"] + even["step_seconds"]

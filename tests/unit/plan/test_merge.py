@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from pipeline_jobs import Case, layers, plan_of
+from trace_processor import loaded
 
 from mpiflow.errors import DataError
 from mpiflow.plan import store
@@ -154,15 +155,15 @@ def test_prediction_and_measurement_have_processes_of_their_own(events):
         (e["pid"], e["args"]["step"]) for e in events if e["ph"] == "X" and e["cat"] == "compute"
     )
     for step in range(FIRST, FIRST + STEPS):
-        assert steps[0, step] == steps[2, step] == steps[3, step] > 0
-        assert steps[1, step] == steps[4, step] == steps[5, step] > 0
+        assert steps[1, step] == steps[3, step] == steps[4, step] > 0
+        assert steps[2, step] == steps[5, step] == steps[6, step] > 0
 
 
 def test_a_prediction_that_takes_longer_is_drawn_where_there_is_room(plan, tmp_path):
     traces = [as_predicted(plan, rank, slower=0.6) for rank in range(4)]
     write_merged(merge(plan, traces), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    drawn = {e["args"]["step"] for e in events if e["ph"] == "X" and e["pid"] == 0}
+    drawn = {e["args"]["step"] for e in events if e["ph"] == "X" and e["pid"] == 1}
     assert drawn == {FIRST, FIRST + 2}
     test_every_thread_draws_one_thing_at_a_time(events)
 
@@ -172,7 +173,7 @@ def test_arrows_go_from_each_send_to_its_receive(plan, events):
     for event in events:
         if event["ph"] in "sf":
             ends[event["id"]][event["ph"]] = event
-    drawn = [e for e in events if e["ph"] == "X" and e["pid"] > 1]
+    drawn = [e for e in events if e["ph"] == "X" and e["pid"] > 2]
     assert len(ends) == sum(e["cat"] == "send" for e in drawn) > 0
     for pair in ends.values():
         tasks = [
@@ -186,6 +187,47 @@ def test_arrows_go_from_each_send_to_its_receive(plan, events):
         assert [task["cat"] for task in tasks] == ["send", "receive"]
         assert tasks[0]["args"]["step"] == tasks[1]["args"]["step"]
         assert tasks[0]["pid"] != tasks[1]["pid"]
+
+
+def test_perfetto_draws_what_was_written(found, events, tmp_path):
+    write_merged(found, tmp_path / "trace.json")
+    with loaded(tmp_path / "trace.json") as processor:
+        assert processor.troubles() == {}
+        names = processor.rows("select name from process where name is not null order by pid")
+        assert [name for (name,) in names] == [
+            e["args"]["name"] for e in events if e["name"] == "process_name"
+        ]
+        ((slices, arrows),) = processor.rows(
+            "select (select count(*) from slice), (select count(*) from flow)"
+        )
+        assert slices == sum(event["ph"] == "X" for event in events)
+        assert arrows == sum(event["ph"] == "s" for event in events) > 0
+        orders = processor.orders()
+        for rank in range(4):
+            for process, stream, step in orders:
+                if process == f"predicted: stage {rank // 2} (2 ranks)":
+                    wanted = orders[process, stream, step]
+                    assert orders[f"rank {rank} on nid{rank}", stream, step] == wanted
+        assert {step for process, _, step in orders if process == "rank 3 on nid3"} == {11, 12, 13}
+        wrong = processor.rows(
+            """
+            select a.name, b.name from flow
+            join slice a on slice_out = a.id join slice b on slice_in = b.id
+            where a.category != 'send' or b.category != 'receive' or a.ts > b.ts + b.dur
+            """
+        )
+        assert wrong == []
+
+
+def test_no_arrow_goes_back_in_time(plan, tmp_path):
+    """Clocks of hosts that are a second apart, and not known to be."""
+    traces = [as_predicted(plan, rank) for rank in range(4)]
+    late = [replace(t, times=t.times + 1.0, steps=t.steps + 1.0) for t in traces[:2]]
+    write_merged(merge(plan, [*late, *traces[2:]]), tmp_path / "trace.json")
+    with loaded(tmp_path / "trace.json") as processor:
+        assert processor.troubles() == {}
+        (((arrows,),),) = [processor.rows("select count(*) from flow")]
+        assert arrows > 0  # those from the second stage
 
 
 def test_traces_of_another_plan_are_refused(plan):
