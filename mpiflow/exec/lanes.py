@@ -258,6 +258,9 @@ class KernelLane(DeviceLane):
         if self.held is not None and self.done == number:
             self.seconds[self.held.item] += time.perf_counter() - self._idle_since()
         super()._start(number)
+        # What was done within `submit` is seen now: messages that wait for it begin before the next
+        # segment, not after it.
+        self._poll()
 
 
 class MessageLane(Lane):

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -142,6 +143,17 @@ def test_a_message_goes_on_between_kernels_of_the_same_thread(engine):
     lanes[COMPUTE].move()
     assert (seen, log) == (["start a", "k0", "look"], [])
     assert (stream.failure, stream.done, lanes[COMM].done) == (None, 1, 0)
+
+
+def test_a_message_begins_before_the_next_segment_of_the_same_thread(engine):
+    log = []
+    message = Message(log, "a")
+    message.done.set()
+    calls = [partial(log.append, name) for name in "fgh"]
+    kernels = tuple(item(name) for name in "fgh")
+    lanes = lanes_of(kernels, calls, (item("a", (COMPUTE, 1)),), [message])
+    run(engine, InlineStream(), lanes)
+    assert log == ["f", "start a", "g", "end a", "h"]
 
 
 def test_a_message_that_fails_between_kernels_is_what_the_error_names(engine):
