@@ -404,10 +404,14 @@ def _work_of(
     if call.kind == "all_reduce":
         part = slice(*span(call.send.size, group.size, own))
         parts = [each[part] for each in sent]
-        return _reduced(call.reduce, parts, parts, work)
+        # The first two are read before anything is written: it may be there.
+        others = [each for i, each in enumerate(parts) if i != own]
+        if own < 2:
+            return _reduced(call.reduce, parts, parts[own], others)
+        return _reduced(call.reduce, parts, work.view(call.send.dtype), parts)
     if call.kind == "reduce_scatter":
         parts = [in_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
-        return _reduced(call.reduce, parts, [call.receive], work)
+        return _reduced(call.reduce, parts, call.receive, [])
     targets = in_parts(call.receive, call.receive_counts)
     if call.kind == "all_to_all":
         sent = [in_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
@@ -418,29 +422,32 @@ def _work_of(
 
 
 def _reduced(
-    reduce: str, sources: list[np.ndarray], targets: list[np.ndarray], work: np.ndarray
+    reduce: str, sources: list[np.ndarray], total: np.ndarray, targets: list[np.ndarray]
 ) -> list[Work]:
-    """The reduction of the sources in their order, written to all targets."""
-    size, dtype = sources[0].size, sources[0].dtype
+    """The reduction of the sources in their order, made in `total` and copied to all targets.
+
+    A `total` that is shorter than they are is scratch, for a block.
+    """
+    size = sources[0].size
+    whole = total.size >= size
     return [
         partial(
             _reduce_block,
             _UFUNCS[reduce],
-            work.view(dtype)[: part.stop - part.start],
             [each[part] for each in sources],
+            total[part] if whole else total[: part.stop - part.start],
             [each[part] for each in targets],
         )
-        for part in _blocks(size, dtype.itemsize)
+        for part in _blocks(size, total.itemsize)
     ]
 
 
 def _reduce_block(
-    ufunc: np.ufunc, work: np.ndarray, sources: list[np.ndarray], targets: list[np.ndarray]
+    ufunc: np.ufunc, sources: list[np.ndarray], total: np.ndarray, targets: list[np.ndarray]
 ) -> None:
-    total, *rest = sources
+    so_far, *rest = sources
     for source in rest:
-        ufunc(total, source, out=work)
-        total = work
+        so_far = ufunc(so_far, source, out=total)
     for target in targets:
         target[...] = total
 
