@@ -8,7 +8,8 @@ Four passes over activations, none of which needs another rank; what travels is 
     dy, x, sums, slopes -> dx
 
 Sums are float64 and of values shifted to near their mean, so that a mean of 1000 with a deviation
-of 1 is no harder for float32 than one of 0. Kernels go by blocks that a core's cache holds.
+of 1 is no harder for float32 than one of 0. Kernels go by blocks that a core's cache holds; sums
+over places are products with ones, and of products, at the speed of BLAS.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from mpiflow.graph.sbp import B, S, Sbp
 from mpiflow.graph.tensor import Tensor
 from mpiflow.ops.base import Gradients, Tensors, apply, refusal, require_float
 from mpiflow.ops.window import letters
-from mpiflow.ops.work import Piece, carve, carved
+from mpiflow.ops.work import Piece, carve, carved, dot_rows
 
 _BLOCK = 1 << 17
 """Elements that are worked on at a time: a cache holds them, and calls cost little beside them."""
+_LONG = 64
+"""Places from which on a call for each row and channel costs little beside them."""
 _CHANNELS = 1 << 10
 """Channels whose running moments are updated at a time."""
 SUMS = "float64"
@@ -73,6 +76,13 @@ class Batched(Op):
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
         return carved(*_pieces(_block(_seen(inputs[0])), dtype))
 
+    def blocks(self, shard: ShardView, x: Any) -> Iterator[tuple[slice, slice, slice]]:
+        """Spans of rows, channels and places of x (n, c, places), as the workspace allows."""
+        rows, deep, wide = _block(x.shape)
+        while rows > 1 and carved(*_pieces((rows, deep, wide), x.dtype)) > len(shard.work):
+            rows -= 1  # of fewer channels a block has more rows; the plan asked the largest shard
+        return _blocks(x.shape, (rows, deep, wide))
+
     def moments(self, xp: Any, sums: Any) -> tuple[Any, Any]:
         """The mean and 1 / deviation of each channel, from sums (c, 2)."""
         mean, variance = moments(xp, sums, self.count)
@@ -114,19 +124,18 @@ class BatchSums(Batched):
     def _sum(self, shard: ShardView, out: Any, x: Any) -> None:
         """Add up d = x - shift, where shift is the mean of the first block of the channel."""
         xp, shift = shard.xp, None
-        for part in _blocks(x.shape):
+        for part in self.blocks(shard, x):
             block = x[part]
-            mean, term, d = carve(shard.work, *_pieces(block.shape, x.dtype))
+            mean, term, d, *work = carve(shard.work, *_pieces(block.shape, x.dtype))
             if not part[0].start and not part[2].start:
-                _sum_channels(xp, block, mean)
+                _sum_channels(xp, block, mean, *work)
                 xp.multiply(mean, 1.0 / (block.shape[0] * block.shape[2]), out=mean)
                 shift = mean.astype(SUMS)
             xp.subtract(block, mean[:, None], out=d)
-            _sum_channels(xp, d, term)
+            _sum_channels(xp, d, term, *work)
             count = block.shape[0] * block.shape[2]
             first = term.astype(SUMS)
-            xp.multiply(d, d, out=d)
-            _sum_channels(xp, d, term)
+            _sum_products(xp, d, d, term, *work)
             out[part[1], 0] += first + count * shift
             out[part[1], 1] += term + (2 * first + count * shift) * shift
 
@@ -163,7 +172,7 @@ class BatchNorm(Batched):
         for group, rows in self.groups_of(shard, len(x), 1):
             mean, inverse = self.moments(xp, sums[group])
             mean, factor = mean.astype(x.dtype), (inverse * scale).astype(x.dtype)
-            for part in _blocks(x3[rows].shape):
+            for part in self.blocks(shard, x3[rows]):
                 y, channels = y3[rows][part], part[1]
                 xp.subtract(x3[rows][part], mean[channels, None], out=y)
                 xp.multiply(y, factor[channels, None], out=y)
@@ -196,14 +205,13 @@ class BatchNormSlopes(Batched):
         for group, rows in self.groups_of(shard, len(x), 2):
             exact, inverse = self.moments(xp, sums[group])
             mean, total = exact.astype(x.dtype), out[group]
-            for part in _blocks(x3[rows].shape):
+            for part in self.blocks(shard, x3[rows]):
                 block, slope = x3[rows][part], dy3[rows][part]
-                _, term, d = carve(shard.work, *_pieces(block.shape, x.dtype))
-                xp.subtract(block, mean[part[1], None], out=d)
-                xp.multiply(d, slope, out=d)
-                _sum_channels(xp, slope, term)
+                _, term, d, *work = carve(shard.work, *_pieces(block.shape, x.dtype))
+                _sum_channels(xp, slope, term, *work)
                 total[part[1], 0] += term
-                _sum_channels(xp, d, term)
+                xp.subtract(block, mean[part[1], None], out=d)
+                _sum_products(xp, d, slope, term, *work)
                 total[part[1], 1] += term
             total[:, 1] *= inverse
 
@@ -233,7 +241,7 @@ class BatchNormGrad(Batched):
             level = factor * slopes[group, :, 0] / self.count
             tilt = factor * inverse * slopes[group, :, 1] / self.count
             mean, factor, level, tilt = (a.astype(x.dtype) for a in (exact, factor, level, tilt))
-            for part in _blocks(x3[rows].shape):
+            for part in self.blocks(shard, x3[rows]):
                 block, channels, dx = x3[rows][part], part[1], dx3[rows][part]
                 (d,) = carve(shard.work, (block.shape, x.dtype))
                 xp.subtract(block, mean[channels, None], out=d)
@@ -304,7 +312,7 @@ def _seen(x: Shape) -> Shape:
     return x[0], x[1], prod(x[2:])
 
 
-def _block(seen: Shape) -> Shape:
+def _block(seen: Shape) -> tuple[int, int, int]:
     """The shape of a block: all places and channels of several rows, if they are few."""
     n, channels, places = (max(size, 1) for size in seen)
     wide = min(places, _BLOCK)
@@ -312,10 +320,10 @@ def _block(seen: Shape) -> Shape:
     return min(n, max(1, _BLOCK // (wide * deep))), deep, wide
 
 
-def _blocks(seen: Shape) -> Iterator[tuple[slice, slice, slice]]:
+def _blocks(seen: Shape, block: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
     """Spans of rows, channels and places; all blocks of a channel follow one another."""
     n, channels, places = seen
-    rows, deep, wide = _block(seen)
+    rows, deep, wide = block
     for channel in range(0, channels, deep):
         for row in range(0, n, rows):
             for place in range(0, places, wide):
@@ -326,13 +334,50 @@ def _blocks(seen: Shape) -> Iterator[tuple[slice, slice, slice]]:
                 )
 
 
-def _pieces(block: Shape, dtype: Any) -> list[Piece]:
-    """Two numbers a channel, at the same place for all blocks of a channel, and one block."""
-    return [*[((block[1],), dtype)] * 2, (block, dtype)]
+def _pieces(block: tuple[int, int, int], dtype: Any) -> list[Piece]:
+    """Two numbers a channel, at the same place for all blocks of a channel, and one block.
+
+    Then ones, and what a sum over one of two dims leaves.
+    """
+    rows, channels, places = block
+    left = max(rows, places if places < _LONG else 1) * channels
+    shapes: list[Shape] = [(channels,), (channels,), block, (max(rows, places),), (left,)]
+    return [(shape, dtype) for shape in shapes]
 
 
-def _sum_channels(xp: Any, block: Any, out: Any) -> None:
-    xp.add.reduce(block, axis=(0, 2), dtype=block.dtype, out=out)
+def _sum_channels(xp: Any, block: Any, out: Any, ones: Any, each: Any) -> None:
+    """The sums of a block (rows, channels, places) over rows and places, the longer dim first."""
+    rows, channels, places = block.shape
+    ones.fill(1)
+    if places < _LONG:
+        each = each[: channels * places]
+        xp.matmul(ones[:rows], block.reshape(rows, -1), each)
+        each = each.reshape(channels, places)
+        xp.add.reduce(each, axis=1, dtype=each.dtype, out=out)
+    else:
+        each = each[: rows * channels]
+        xp.matmul(_by_row(block), ones[:places], each)
+        _sum_rows(xp, block, each, out)
+
+
+def _sum_products(xp: Any, a: Any, b: Any, out: Any, ones: Any, each: Any) -> None:
+    """The same of the products of two blocks, of which the first is scratch afterwards."""
+    if a.shape[2] < _LONG:
+        xp.multiply(a, b, out=a)
+        _sum_channels(xp, a, out, ones, each)
+    else:
+        each = each[: a.shape[0] * a.shape[1]]
+        dot_rows(xp, _by_row(a), _by_row(b), each)
+        _sum_rows(xp, a, each, out)
+
+
+def _by_row(block: Any) -> Any:
+    """(rows * channels, places): a view, as several rows are whole, and follow one another."""
+    return block[0] if len(block) == 1 else block.reshape(-1, block.shape[2])
+
+
+def _sum_rows(xp: Any, block: Any, each: Any, out: Any) -> None:
+    xp.add.reduce(each.reshape(block.shape[:2]), axis=0, dtype=out.dtype, out=out)
 
 
 def batch_norm(

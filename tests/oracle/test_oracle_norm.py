@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from compare import check, ours  # noqa: E402  (it needs PyTorch)
 
 functional = torch.nn.functional
-SHAPES = [(6, 3, 4, 5), (8, 5), (4, 2, 7), (2, 3, 2, 3, 4)]
+SHAPES = [(6, 3, 4, 5), (5, 2, 9, 11), (8, 5), (4, 2, 7), (2, 3, 2, 3, 4)]
 
 
 def draw(*shape, seed=0):

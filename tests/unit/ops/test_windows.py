@@ -7,7 +7,7 @@ from op_harness import call, sharded, whole
 from mpiflow import ops
 from mpiflow.errors import GraphError
 from mpiflow.graph.graph import Graph, building
-from mpiflow.ops.batchnorm import BatchSums
+from mpiflow.ops.batchnorm import BatchNormGrad, BatchNormSlopes, BatchSums
 from mpiflow.ops.conv import Conv, ConvInputGrad, ConvWeightGrad
 from mpiflow.ops.norm import GroupNorm, GroupNormGrad
 from mpiflow.ops.window import pad_windows
@@ -74,7 +74,12 @@ def test_sums_of_a_batch_norm_are_partial_unless_whole_groups_or_channels_are_sp
     assert found == {"B -> B", "S(0) -> P", "S(0,unit=2) -> S(0)", "S(1) -> S(1)", "S(2) -> P"}
 
 
-LIMITS = {"tiles._LIMIT": 5_000, "depthwise._BLOCK": 400, "norm._BLOCK": 50}
+LIMITS = {
+    "tiles._LIMIT": 5_000,
+    "depthwise._BLOCK": 400,
+    "norm._BLOCK": 50,
+    "batchnorm._BLOCK": 1280,
+}
 SETTINGS = ((1, 1), ((1, 1), (1, 1)), (1, 1))
 
 
@@ -92,6 +97,9 @@ TIGHT = [
     (ConvWeightGrad((3, 3), *SETTINGS, 7), (X, X)),
     (GroupNorm(1, 0.1), ((9, 3, 7), (3,), (3,))),
     (GroupNormGrad(1, 0.1), ((9, 3, 7), (9, 3, 7), (3,))),
+    (BatchSums(20, 40), ((40, 19, 10),)),
+    (BatchNormSlopes(20, 200, 0.1), ((40, 19, 10), (40, 19, 10), (2, 19, 2))),
+    (BatchNormGrad(20, 200, 0.1), ((40, 19, 10), (40, 19, 10), (2, 19, 2), (2, 19, 2), (19,))),
 ]
 
 
