@@ -34,6 +34,8 @@ _CHANNELS = 1 << 10
 """Channels whose running moments are updated at a time."""
 SUMS = "float64"
 
+Block = tuple[int, int, int]
+"""Rows, channels and places."""
 _Dims = tuple[tuple[str, ...], ...]
 _PAIRS: _Dims = (("g",), ("c",), ("two",))
 _CHANNEL: _Dims = (("c",),)
@@ -74,14 +76,21 @@ class Batched(Op):
         return 5 * prod(inputs[0])
 
     def workspace(self, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], dtype: str) -> int:
-        return carved(*_pieces(_block(_seen(inputs[0])), dtype))
+        return carved(*self.pieces(_block(_seen(inputs[0]), _BLOCK), dtype))
+
+    def pieces(self, block: Block, dtype: Any) -> list[Piece]:
+        """What the kernel needs for a block."""
+        return _pieces(block, dtype)
 
     def blocks(self, shard: ShardView, x: Any) -> Iterator[tuple[slice, slice, slice]]:
         """Spans of rows, channels and places of x (n, c, places), as the workspace allows."""
-        rows, deep, wide = _block(x.shape)
-        while rows > 1 and carved(*_pieces((rows, deep, wide), x.dtype)) > len(shard.work):
-            rows -= 1  # of fewer channels a block has more rows; the plan asked the largest shard
-        return _blocks(x.shape, (rows, deep, wide))
+        limit, block = _BLOCK, _block(x.shape, _BLOCK)
+        # The plan has what the largest shard asks for; of fewer channels or places a block may have
+        # so many more rows that it is larger.
+        while (needed := carved(*self.pieces(block, x.dtype))) and needed > len(shard.work):
+            limit = limit * 7 // 8
+            block = _block(x.shape, limit)
+        return _blocks(x.shape, block)
 
     def moments(self, xp: Any, sums: Any) -> tuple[Any, Any]:
         """The mean and 1 / deviation of each channel, from sums (c, 2)."""
@@ -164,6 +173,9 @@ class BatchNorm(Batched):
         dx = apply(grad, dys[0], x, sums, slopes, scale)
         return dx, None, *x.graph.add(SlopeTotals(x.dtype), slopes)
 
+    def pieces(self, block: Block, dtype: Any) -> list[Piece]:
+        return []
+
     def kernel(self, shard: ShardView, out: Any, x: Any, sums: Any, scale: Any, shift: Any) -> None:
         if not x.size:
             return
@@ -228,6 +240,9 @@ class BatchNormGrad(Batched):
         full = self.full(shapes)
         return Rule((full, full, _PAIRS, _PAIRS, _CHANNEL), (full,))
 
+    def pieces(self, block: Block, dtype: Any) -> list[Piece]:
+        return [(block, dtype)]
+
     def kernel(
         self, shard: ShardView, out: Any, dy: Any, x: Any, sums: Any, slopes: Any, scale: Any
     ) -> None:
@@ -243,7 +258,7 @@ class BatchNormGrad(Batched):
             mean, factor, level, tilt = (a.astype(x.dtype) for a in (exact, factor, level, tilt))
             for part in self.blocks(shard, x3[rows]):
                 block, channels, dx = x3[rows][part], part[1], dx3[rows][part]
-                (d,) = carve(shard.work, (block.shape, x.dtype))
+                (d,) = carve(shard.work, *self.pieces(block.shape, x.dtype))
                 xp.subtract(block, mean[channels, None], out=d)
                 xp.multiply(d, tilt[channels, None], out=d)
                 xp.add(d, level[channels, None], out=d)
@@ -312,15 +327,15 @@ def _seen(x: Shape) -> Shape:
     return x[0], x[1], prod(x[2:])
 
 
-def _block(seen: Shape) -> tuple[int, int, int]:
+def _block(seen: Shape, limit: int) -> Block:
     """The shape of a block: all places and channels of several rows, if they are few."""
     n, channels, places = (max(size, 1) for size in seen)
-    wide = min(places, _BLOCK)
-    deep = min(channels, max(1, _BLOCK // wide))
-    return min(n, max(1, _BLOCK // (wide * deep))), deep, wide
+    wide = min(places, limit)
+    deep = min(channels, max(1, limit // wide))
+    return min(n, max(1, limit // (wide * deep))), deep, wide
 
 
-def _blocks(seen: Shape, block: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
+def _blocks(seen: Shape, block: Block) -> Iterator[tuple[slice, slice, slice]]:
     """Spans of rows, channels and places; all blocks of a channel follow one another."""
     n, channels, places = seen
     rows, deep, wide = block
@@ -334,13 +349,13 @@ def _blocks(seen: Shape, block: tuple[int, int, int]) -> Iterator[tuple[slice, s
                 )
 
 
-def _pieces(block: tuple[int, int, int], dtype: Any) -> list[Piece]:
+def _pieces(block: Block, dtype: Any) -> list[Piece]:
     """Two numbers a channel, at the same place for all blocks of a channel, and one block.
 
     Then ones, and what a sum over one of two dims leaves.
     """
     rows, channels, places = block
-    left = max(rows, places if places < _LONG else 1) * channels
+    left = channels * (places if places < _LONG else rows)
     shapes: list[Shape] = [(channels,), (channels,), block, (max(rows, places),), (left,)]
     return [(shape, dtype) for shape in shapes]
 
