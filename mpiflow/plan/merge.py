@@ -22,6 +22,10 @@ from mpiflow.plan.records import RECEIVE, SEND, Plan
 from mpiflow.plan.simulator import Simulation, simulate
 from mpiflow.plan.tracefile import RankTrace
 
+ARRIVED = "arrived"
+"""The category of what is drawn of a message, in the slice of the receive that waited for it."""
+_NANOSECOND = 1e-9
+"""The last one of a slice is still in it."""
 Order = list[tuple[str, int]]
 """Tasks and micro-batches as they follow one another."""
 
@@ -233,16 +237,16 @@ def _steps(found: Merged, first: int, zero: float) -> Iterator[Event]:
             yield {
                 "ph": "X", "name": f"step {step}", "cat": "step",
                 **perfetto.lane(first + each.trace.rank, len(each.streams)),
-                "ts": begin * 1e6, "dur": (end - begin) * 1e6, "args": {"step": step},
+                **perfetto.times(begin, end), "args": {"step": step},
             }  # fmt: skip
 
 
 def _arrows(found: Merged, first: int, zero: float) -> Iterator[Event]:
     """From each send to its receive on another stage, where both ranks are there.
 
-    An arrow goes from the beginning of the one to the end of the other, since a receive may be
-    waiting long before, and since Perfetto draws none that goes back in time. Clocks of two hosts
-    may be so far off that it would.
+    An arrow goes from the beginning of the one to the end of the other. Clocks of two hosts may be
+    so far off that it would go back in time; Perfetto draws none that does. And it takes what
+    began first for the sender: a receive that waited has a slice of its own for what arrived.
     """
     sent: dict[tuple[int, int, int, int, int], tuple[int, Firing]] = {}
     drawn = list(_measured(found, first))
@@ -252,11 +256,17 @@ def _arrows(found: Merged, first: int, zero: float) -> Iterator[Event]:
     for firing in drawn:
         if firing.task.kind == RECEIVE and (key := _message(found.plan, firing, first)) in sent:
             number, send = sent[key]
-            # The last nanosecond of a slice is still in it.
-            arrived = max(firing.start, firing.stop - 1e-9)
-            if send.start <= arrived:
-                yield _arrow("s", number, send, send.start - zero)
-                yield {**_arrow("f", number, firing, arrived - zero), "bp": "e"}
+            arrived = max(firing.start, firing.stop - _NANOSECOND)
+            if send.start > arrived:
+                continue
+            if firing.start < send.start:
+                yield {
+                    "ph": "X", "name": "arrived", "cat": ARRIVED,
+                    **perfetto.lane(firing.process, firing.thread),
+                    **perfetto.times(arrived - zero, firing.stop - zero),
+                }  # fmt: skip
+            yield _arrow("s", number, send, send.start - zero)
+            yield {**_arrow("f", number, firing, arrived - zero), "bp": "e"}
 
 
 def _message(plan: Plan, firing: Firing, first: int) -> tuple[int, int, int, int, int]:
@@ -272,5 +282,6 @@ def _arrow(kind: str, number: int, firing: Firing, seconds: float) -> Event:
     """One end of an arrow, which is tied to a firing."""
     return {
         "ph": kind, "id": number, "name": "message", "cat": "message",
-        **perfetto.lane(firing.process, firing.thread), "ts": seconds * 1e6,
+        **perfetto.lane(firing.process, firing.thread),
+        "ts": perfetto.times(seconds, seconds)["ts"],
     }  # fmt: skip

@@ -38,13 +38,21 @@ class Firing:
 
     def place(self) -> Event:
         """Where and when, as an event has it."""
-        seconds = self.stop - self.start
-        return {**lane(self.process, self.thread), "ts": self.start * 1e6, "dur": seconds * 1e6}
+        return {**lane(self.process, self.thread), **times(self.start, self.stop)}
 
 
 def lane(process: int, thread: int) -> Event:
     """Where an event is drawn: processes, and the threads of each, count from 0."""
     return {"pid": 1 + process, "tid": _FIRST_THREAD + thread}
+
+
+def times(start: float, stop: float) -> Event:
+    """When an event is drawn, by its seconds.
+
+    In whole nanoseconds, as Perfetto counts: it drops what begins one before the last has ended.
+    """
+    first, last = round(start * 1e9), round(stop * 1e9)
+    return {"ts": first / 1e3, "dur": (last - first) / 1e3}
 
 
 def write_trace(simulation: Simulation, path: Path) -> int:
@@ -87,20 +95,21 @@ def lane_names(simulation: Simulation, title: str = "") -> Iterator[Event]:
 
 def process_names(process: int, name: str, place: int) -> Iterator[Event]:
     """What a process is called, and where it stands among the others."""
-    yield _name("process_name", process, 0, name=name)
-    yield _name("process_sort_index", process, 0, sort_index=place)
+    where = {"pid": lane(process, 0)["pid"]}
+    yield _name("process_name", where, name=name)
+    yield _name("process_sort_index", where, sort_index=place)
 
 
 def thread_names(process: int, thread: int, stream: str) -> Iterator[Event]:
     """The same of a thread, which is a stream."""
-    yield _name("thread_name", process, thread, name=stream)
+    yield _name("thread_name", lane(process, thread), name=stream)
     kind = stream_kind(stream)
     place = KINDS.index(kind) if kind in KINDS else -1
-    yield _name("thread_sort_index", process, thread, sort_index=place)
+    yield _name("thread_sort_index", lane(process, thread), sort_index=place)
 
 
-def _name(what: str, process: int, thread: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, **lane(process, thread), "args": args}
+def _name(what: str, where: Event, **args: Any) -> Event:
+    return {"ph": "M", "name": what, **where, "args": args}
 
 
 def predicted(simulation: Simulation, step: int) -> Iterator[Firing]:

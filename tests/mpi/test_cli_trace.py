@@ -27,7 +27,8 @@ def order_of(events, process, stream, step):
     )  # fmt: skip
     drawn = [
         e for e in events
-        if e["ph"] == "X" and (e["pid"], e["tid"], e["args"]["step"]) == (process, thread, step)
+        if e["ph"] == "X" and e["cat"] != "arrived"
+        and (e["pid"], e["tid"], e["args"]["step"]) == (process, thread, step)
     ]  # fmt: skip
     drawn.sort(key=lambda event: (event["ts"], event["ts"] + event["dur"]))
     return [(e["name"], e["args"].get("micro-batch", 0)) for e in drawn]
@@ -65,6 +66,8 @@ def test_the_streams_of_a_pipeline_do_what_was_predicted_in_that_order(run, tmp_
                 assert order_of(events, 2 + process, stream, step) == wanted
     with loaded(tmp_path / "run/trace.json") as processor:
         assert processor.troubles() == {}
+        assert processor.backwards() == []
+        assert processor.unnamed() == []
         assert processor.rows("select count(*) from flow") == [
             (sum(event["ph"] == "s" for event in events),)
         ]

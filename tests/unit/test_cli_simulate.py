@@ -153,7 +153,7 @@ def test_a_trace_opens_in_perfetto(call, json_of, plan):
     assert "open it at https://ui.perfetto.dev" in out
     trace = json.loads(Path("new/trace.json").read_text())
     events = trace["traceEvents"]
-    named = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
+    named = {(e["name"], e["pid"], e.get("tid")): e["args"] for e in events if e["ph"] == "M"}
     processes = [args["name"] for (what, *_), args in named.items() if what == "process_name"]
     assert processes == ["stage 0 (2 ranks)", "stage 1 (2 ranks)"]
     threads = {key[1:]: args["name"] for key, args in named.items() if key[0] == "thread_name"}

