@@ -18,6 +18,7 @@ from functools import cached_property
 
 from mpiflow.exec.beat import Beat
 from mpiflow.plan.pieces import pieces_of
+from mpiflow.plan.places import D2H, H2D
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND, WRITE, Plan, Program, Task
 from mpiflow.plan.unroll import folded, unroll
 
@@ -168,6 +169,10 @@ class Court:
             missing = self._missing(rank, beat, task)
             if any(need.stream == READ for need in missing):
                 node.cause = _Cause(READING, next(n for n in missing if n.stream == READ))
+            elif not missing and task.kind in (H2D, D2H):
+                # It takes nobody else; that it is over is seen by a look alone.
+                if node.cause is None and beat.deaf <= _DEAF_SECONDS:
+                    node.cause = _Cause(COMPUTING, task)
             elif not missing and task.kind not in (COMPUTE, READ):
                 members = self._members(rank, beat, task)
                 waits = self._late(members, beat, task)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mpiflow.errors import StallError
 from mpiflow.exec.beat import Beat, unpack
-from mpiflow.exec.blame import FILES, Court, Seen, Verdict
+from mpiflow.exec.blame import FILES, LOST, Court, Seen, Verdict
 from mpiflow.exec.failure import REPORT, Failure
 from mpiflow.exec.post import Address, Post
 from mpiflow.exec.session import Session
@@ -174,8 +174,16 @@ class Watch:
         return not runs or any(p.program and p.run <= runs[p.program] for p in latest)
 
     def judge(self) -> Verdict | None:
-        """Who holds up the others."""
-        return self._court.judge([self._seen(rank) for rank in range(len(self._addresses))])
+        """Who holds up the others; where that cannot be found, that they stand still."""
+        seen = [self._seen(rank) for rank in range(len(self._addresses))]
+        try:
+            return self._court.judge(seen)
+        except Exception as error:  # to say less is better than to hang
+            text = (
+                f"the ranks have stood still for {self.still():.0f} s; who holds them up cannot be"
+                f" told: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+            )
+            return Verdict(LOST, self._own, text, "unknown")
 
     def _seen(self, rank: int) -> Seen:
         address, silent = self._addresses[rank], self.silent(rank)

@@ -5,18 +5,22 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from jobs import classifier_plan
+from jobs import classifier, classifier_plan, compile_for
 from pipeline_jobs import Case, layers, plan_of
 
 from mpiflow.exec.beat import Beat, unpack
 from mpiflow.exec.blame import COMPUTING, DEAF, HOST, LOST, READING, SILENT, WRITING, Court, Seen
 from mpiflow.exec.position import Position
 from mpiflow.plan.pieces import pieces_of
+from mpiflow.plan.places import D2H, H2D, NCCL, STAGED
 from mpiflow.plan.records import COMPUTE, READ, RECEIVE, SEND
 from mpiflow.plan.unroll import unroll
 
 PIPELINE = Case(layers, "stage=2,data=2", 4, "gpipe", zero=1)
 UNEQUAL = Case(layers, "stage=2,data=2+1", 3)
+ON_DEVICES = ("data=3", STAGED), ("data=3", NCCL)
+ALONE = (COMPUTE, READ, H2D, D2H)
+"""Kinds of tasks that take no other rank."""
 
 
 @cache
@@ -29,7 +33,14 @@ def bound(case, rank):
     return plan, unrolled, {**plan.tensors(program), **{r.name: r for r in unrolled.registers}}
 
 
+@cache
+def plan_on(mesh, route):
+    return compile_for(mesh, classifier(), route=route)
+
+
 def plan_for(case):
+    if isinstance(case, tuple):
+        return plan_on(*case)
     return classifier_plan(case) if isinstance(case, str) else plan_of(case)
 
 
@@ -65,7 +76,7 @@ class Rank:
             task = self.head(stream)
             if task is None:
                 continue
-            if task.kind not in (COMPUTE, READ):
+            if task.kind not in ALONE:
                 self.started.add((self.key(task), task.kind))
                 if task.name not in self.met:
                     self.met[task.name] = self.others(task)
@@ -115,7 +126,7 @@ def judge(plan, beats, **changes):
     return COURTS[id(plan)][1].judge(seen)
 
 
-@pytest.mark.parametrize("case", ["data=2,model=2", PIPELINE, UNEQUAL], ids=str)
+@pytest.mark.parametrize("case", ["data=2,model=2", PIPELINE, UNEQUAL, *ON_DEVICES], ids=str)
 def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is(case):
     plan = plan_for(case)
     draw = random.Random(7)
@@ -136,6 +147,22 @@ def test_who_is_stuck_in_a_kernel_a_read_or_is_silent_is_to_blame_wherever_it_is
             assert "has been reading rows-1.h5 row 7 for step 17 for 6 s" in verdict.text
         silent = judge(plan, beats, **{f"rank{culprit}": {"silent": 8.0}})
         assert (silent.kind, silent.rank) == (SILENT, culprit)
+
+
+@pytest.mark.parametrize("case", ON_DEVICES, ids=str)
+def test_a_copy_that_does_not_end_is_to_blame_unless_nobody_looks_at_it(case):
+    plan = plan_for(case)
+    streams = Rank(case, 1).tasks
+    copies = [task for stream in streams.values() for task in stream if task.kind in (H2D, D2H)]
+    assert len(copies) >= 2
+    for task in copies:
+        beats = [rank.beat() for rank in stand(case, 1, task.name)]
+        verdict = judge(plan, beats)
+        assert (verdict.kind, verdict.rank) == (COMPUTING, 1), verdict.text
+        assert f"rank 1 (node) has been in task {task.name} (" in verdict.text
+        verdict = judge(plan, [beats[0], replace(beats[1], deaf=5.0), beats[2]])
+        assert verdict.rank == 1
+        assert verdict.kind == DEAF, verdict.text
 
 
 def test_the_sentence_names_rank_task_line_step_and_victims():

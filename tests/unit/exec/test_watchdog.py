@@ -83,6 +83,16 @@ def test_a_rank_that_is_not_heard_is_silent_though_others_move_or_wait():
     assert verdict.text.startswith("rank 1 (node1) has been silent for 6 s")
 
 
+def test_ranks_that_stand_still_are_told_of_though_nobody_finds_out_why():
+    ranks = Ranks(watch())
+    ranks.tick(program="none of the plan's")
+    ranks.stand(9, program="none of the plan's")
+    text = ranks.watch.judge().text
+    assert text.startswith("the ranks have stood still for 9 s; who holds them up cannot be told: ")
+    assert "has no program none of the plan's" in text.splitlines()[0]
+    assert "Traceback" in text
+
+
 def test_an_old_beat_or_one_of_no_rank_changes_nothing():
     ranks = Ranks(watch())
     for _ in range(5):
