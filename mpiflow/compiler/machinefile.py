@@ -106,7 +106,8 @@ def _link(table: Table) -> Link:
     measured = tuple(_measured(entry) for entry in table.tables("collectives", _COLLECTIVE))
     port, call = _port(table), table.number("call_seconds", 0.0)
     messages, overhead = (
-        _curve(table, key) if key in table.values else None for key in ("messages", "overhead")
+        _curve(table, key, free=key == "overhead") if key in table.values else None
+        for key in ("messages", "overhead")
     )
     return replace(port, call=call, measured=measured, messages=messages, overhead=overhead)
 
@@ -157,8 +158,11 @@ def _crowding(device: Table) -> tuple[tuple[int, float], ...]:
     return found
 
 
-def _curve(table: Table, key: str) -> Curve:
-    """Pieces [start, seconds there, seconds for each more]; starts rise from 0."""
+def _curve(table: Table, key: str, *, free: bool = False) -> Curve:
+    """Pieces [start, seconds there, seconds for each more]; starts rise from 0.
+
+    What bytes take rises with them in the end, unless they may be `free`.
+    """
     value = table.take(key)
     if not isinstance(value, list) or not value:
         raise table.wrong(key, value, "pieces [start, seconds there, seconds for each more]")
@@ -166,7 +170,7 @@ def _curve(table: Table, key: str) -> Curve:
     starts = [piece.start for piece in pieces]
     if starts[0] or any(b <= a for a, b in pairwise(starts)):
         raise table.wrong(key, value, "pieces whose starts rise from 0")
-    if not pieces[0].seconds or not pieces[-1].each:
+    if not free and not (pieces[0].seconds and pieces[-1].each):
         raise table.wrong(key, value, "above 0 where it starts, and rise where it ends")
     return Curve(pieces)
 

@@ -111,6 +111,15 @@ def test_a_machine_survives_its_own_text(name):
     assert plain(again) == plain(machine)
 
 
+@pytest.mark.parametrize("piece", [Piece(0.0, 5e-5, 0.0), Piece(0.0, 0.0, 1e-10)], ids=str)
+def test_what_messages_take_from_kernels_may_not_depend_on_bytes_or_on_them_alone(piece):
+    """As calibrating finds it now and then; a file that it writes has to be one."""
+    machine = site()
+    machine = replace(machine, outer=replace(machine.outer, overhead=Curve((piece,))))
+    again = parse(to_toml(machine).encode(), "again.toml")
+    assert again.outer.overhead == Curve((piece,))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
