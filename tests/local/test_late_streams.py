@@ -273,16 +273,21 @@ def test_each_missing_wait_is_found(name, route, seeds, monkeypatch):
 
 
 def shared_places(plan):
-    """(stage, x, y) of kernels that need x and y at the same time, both made by kernels."""
+    """(stage, x, y) of kernels that need x and y at the same time, both made by kernels.
+
+    What lies in a bucket cannot move without the others.
+    """
     for program, *_ in programs_of(plan):
         registers = {r.name: r for r in program.registers}
+        messages = (t for t in program.tasks if t.kind == "collective" and len(t.inputs) > 1)
+        joined = {n for t in messages for n in (*t.inputs, *t.outputs)}
         made = {n for t in program.tasks if t.stream == COMPUTE for n in t.outputs}
         for task in program.tasks:
             both = dict.fromkeys(n for n in task.inputs if n in made and n in registers)
             for x in both:
                 for y in both:
                     held, taken = registers[x], registers[y]
-                    if x != y and not held.aliases and not taken.aliases and (
+                    if x != y and y not in joined and not held.aliases and not taken.aliases and (
                         0 < taken.nbytes * taken.slots <= held.nbytes and held.slots == 1
                     ):  # fmt: skip
                         yield program.stage, x, y
