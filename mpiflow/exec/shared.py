@@ -404,9 +404,8 @@ def _work_of(
     if call.kind == "all_reduce":
         part = slice(*span(call.send.size, group.size, own))
         parts = [each[part] for each in sent]
-        # The first two are read before anything is written: it may be there.
-        others = [each for i, each in enumerate(parts) if i != own]
-        if own < 2:
+        if own < 2:  # the first two are read before the sum is written, so it can be made in one
+            others = [each for i, each in enumerate(parts) if i != own]
             return _reduced(call.reduce, parts, parts[own], others)
         return _reduced(call.reduce, parts, work.view(call.send.dtype), parts)
     if call.kind == "reduce_scatter":
