@@ -128,7 +128,7 @@ def _w1() -> Workload:
         logits = nn.Dense(c["classes"], name="fc3")(x)
         return {"loss": mf.mean(mf.cross_entropy(logits, batch["y"]))}
 
-    # `mpiflow plan --search --ranks 2` names model=2, for machine `cpu` and for this one as measured
+    # What `mpiflow plan --search --ranks 2` names, for machine `cpu` and calibrated ones.
     mesh = "data={ranks}" if ARGUMENTS.variant == "dp" else "model={ranks}"
     return Workload(model, mf.SGD(lr=c["lr"], momentum=c["momentum"]), _stored, mesh)
 

@@ -192,6 +192,11 @@ _ROUTE = _argument(
     help="between devices: nccl, mpi (of devices' memory), staged (through the host); default: as"
     " the machine says, else staged",
 )  # fmt: skip
+_STALL = _argument(
+    "--stall", type=float, metavar="SECONDS",
+    help="end a run that stands still for so long; 0: never (default: as its own pace says, at"
+    " least 5)",
+)  # fmt: skip
 _OPENED = (
     _argument("--device-seed", type=int, default=0, metavar="N",
               help="with --device fake: which of the orders that a device may choose its streams"
@@ -260,9 +265,7 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
                               help="begin anew; the old run is moved aside"),
                     _argument("--steps", type=int, metavar="N",
                               help="train up to step N instead of epochs"),
-                    _argument("--stall", type=float, metavar="SECONDS",
-                              help="end a run that stands still for so long; 0: never (default:"
-                              " as its own pace says, at least 5)"),
+                    _STALL,
                     _argument("--check-finite", action="store_true",
                               help="look at what each task makes, and name the first nan or"
                               " infinity (slow)"),
@@ -288,7 +291,7 @@ _COMMANDS: tuple[tuple[Callable[..., Any], tuple[_Argument, ...]], ...] = (
         _argument("--outputs", default="", metavar="NAME,...",
                   help="default: all that have a value for each row"),
         _NAMES, _argument("--overwrite", action="store_true", help="replace FILE.h5"),
-        _DEVICE, _ROUTE, *_OPENED)),
+        _STALL, _DEVICE, _ROUTE, *_OPENED)),
     (calibrate_commands.calibrate, (
         _argument("-o", "--output", required=True, metavar="FILE.toml"),
         _argument("--quick", action="store_true", help="fewer sizes and ops, in less time"),

@@ -21,6 +21,7 @@ from mpiflow.exec.failure import Failure
 from mpiflow.exec.launch import check_ranks
 from mpiflow.exec.session import Session
 from mpiflow.exec.transport import Transport
+from mpiflow.exec.watchdog import watching
 from mpiflow.graph.mesh import Mesh
 from mpiflow.io import predictions
 from mpiflow.io.dataset import cache_bytes, check_files, open_reader
@@ -132,11 +133,12 @@ def _averages(names: NameMap, source: Saved) -> NameMap:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where the data are, and the file to write."""
+    """Where the data are, the file to write, and `stall` as in `train.Options`."""
 
     data: Path
     out: Path
     overwrite: bool = False
+    stall: float | None = None
 
 
 def run(
@@ -154,19 +156,24 @@ def run(
     datasets = _datasets(plan)
     offsets = transport.on_root(lambda: _prepare(plan, datasets, options))
     datasets = [replace(rows, offset=at) for rows, at in zip(datasets, offsets, strict=True)]
+    folder = predictions.folder_of(options.out)
+    failure.use_folder(folder)
     data = plan.data[0]
-    reader = open_reader(data, options.data, rows=_span(plan, transport.rank), tail=True)
-    session = Session(
-        plan, transport, {data.name: reader}, start_thread=failure.start_thread, device=device
-    )
-    with session.filling() as arrays:
-        load_first(plan.first, Path(), session.boxes(), arrays)
-    out = RowsFile(options.out, datasets, f"{transport.name}: ")
-    _steps(plan, session, out)
-    session.close()
-    reader.close()
-    out.close()
-    transport.barrier().wait(transport.check)
+    with watching(transport, failure, plan, folder, options.stall) as watch:
+        reader = open_reader(data, options.data, rows=_span(plan, transport.rank), tail=True)
+        session = Session(
+            plan, transport, {data.name: reader}, start_thread=failure.start_thread, device=device
+        )
+        watch(session)
+        with session.filling() as arrays:
+            load_first(plan.first, Path(), session.boxes(), arrays)
+        out = RowsFile(options.out, datasets, f"{transport.name}: ")
+        _steps(plan, session, out)
+        session.close()
+        reader.close()
+        out.close()
+        # Ranks need not meet before, and one that has left is not watched any more.
+        transport.barrier().wait(transport.check)
     transport.on_root(lambda: predictions.publish(options.out))
     return {rows.name: (rows.dtype, rows.shape) for rows in datasets}
 

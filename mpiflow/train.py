@@ -92,18 +92,20 @@ def _train(
     device: Device | None,
 ) -> int:
     failure.use_folder(options.out)
-    readers = open_readers(plan, transport.rank, options.data)
-    session = Session(
-        plan,
-        transport,
-        readers,
-        start_thread=failure.start_thread,
-        device=device,
-        check_finite=options.check_finite,
-    )
-    loop = _Loop(plan, transport, session, options, start)
-    with _signals(loop), watching(transport, failure, session, plan, options.out, options.stall):
-        code = loop.run()
+    with watching(transport, failure, plan, options.out, options.stall) as watch:
+        readers = open_readers(plan, transport.rank, options.data)
+        session = Session(
+            plan,
+            transport,
+            readers,
+            start_thread=failure.start_thread,
+            device=device,
+            check_finite=options.check_finite,
+        )
+        watch(session)
+        loop = _Loop(plan, transport, session, options, start)
+        with _signals(loop):
+            code = loop.run()
     session.close()
     for reader in readers.values():
         reader.close()

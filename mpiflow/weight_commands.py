@@ -46,7 +46,8 @@ def predict(options: Namespace) -> None:
         check_user_ops(made)
         device = open_for(made, options, transport)
         data = Path(options.data)
-        written = predict(made, transport, failure, Options(data, out, options.overwrite), device)
+        chosen = Options(data, out, options.overwrite, options.stall)
+        written = predict(made, transport, failure, chosen, device)
     if transport.rank == 0:
         for note in made.notes:
             print(note)

@@ -16,7 +16,8 @@ class Beat:
     `entered`, `waiting` are those of its transport. `reading` and `writing` say what its threads
     do with files; `saving` is whether the rank waits for the latter. `still` are seconds, `deaf`
     those for which it has not looked whether what it waits for has come. `stack` is where the
-    rank's Python code stands, if it has been still for some time.
+    rank's Python code stands, if it has been still for some time. Until the plan is bound, `line`
+    is that place now, as nothing else tells whether the rank gets on.
     """
 
     rank: int
@@ -30,10 +31,12 @@ class Beat:
     still: float = 0.0
     stack: str = ""
     deaf: float = 0.0
+    line: str = ""
 
     def place(self) -> tuple[Any, ...]:
         """What changes whenever the rank gets on with anything."""
-        return self.position, self.entered, self.waiting, self.reading, self.writing, self.saving
+        at = self.position, self.line
+        return *at, self.entered, self.waiting, self.reading, self.writing, self.saving
 
     def pack(self) -> bytes:
         """As bytes, for `unpack`."""

@@ -286,21 +286,26 @@ class Court:
                 file = beat.writing if beat else ""
                 return f"{seen.name} has been storing {file or 'a checkpoint'} for {time}"
             case "host":
-                return f"{seen.name} has been busy between two steps for {time}"
+                return f"{seen.name} has been busy {_when(beat)} for {time}"
         return self._lost(cause, beat, time)
 
     def _since(self, beat: Beat | None) -> str:
-        return (beat.position.name if beat else "") or "the time between two steps"
+        return (beat.position.name if beat else "") or f"the time {_when(beat)}"
 
     def _lost(self, cause: _Cause, beat: Beat | None, time: str) -> str:
         end = f"for {time}: a message between them is lost"
         if cause.task is None:
-            return f"all ranks have waited for each other between two steps {end}"
+            return f"all ranks have waited for each other {_when(beat)} {end}"
         names = [self._seen[rank].name for rank in cause.with_ranks]
         more = len(names) - _MOST_NAMES
         last = names[-1] if more <= 0 else f"{more} more"
         who = f"{', '.join(names[:-1][:_MOST_NAMES])} and {last}"
         return f"{who} are all in {_named(cause.task, beat)}, which has not ended {end}"
+
+
+def _when(beat: Beat | None) -> str:
+    """Where in time a rank is that runs no program."""
+    return "between two steps" if beat and beat.position.run else "before the first step"
 
 
 def _heeding(node: _Node, beat: Beat) -> _Node:

@@ -43,6 +43,8 @@ PREDICTIONS = 20
 """How many times its predicted time a task may take."""
 FIRST = 3
 """How many times longer everything may take where a program runs for the first time."""
+OPENING_SECONDS = 60.0
+"""Before any has run: files are opened and memory is got, which can stop all threads of a rank."""
 _PERIOD = 0.25
 _BEATS_PER_SECOND = 1000
 """How many a watcher can take in with a small part of a core."""
@@ -67,25 +69,17 @@ _STATES = {
 class Pulse:
     """Makes the beats of one rank; `checks` counts how often its main thread looks about."""
 
-    def __init__(self, transport: Transport, watched: Session, checks: Callable[[], int]) -> None:
-        self._transport, self._watched, self._checks = transport, watched, checks
+    def __init__(self, transport: Transport, checks: Callable[[], int]) -> None:
+        self._transport, self._checks = transport, checks
+        self.watched: Session | None = None
+        """What the rank runs, once it is bound."""
         self._checked = 0
         self._main = threading.get_ident()
         self._last = Beat(transport.rank, 0)
 
     def __call__(self, elapsed: float) -> Beat:
         """The beat for now, `elapsed` seconds after the last one."""
-        reads, writes = self._watched.reads, self._watched.writes
-        beat = Beat(
-            self._transport.rank,
-            self._last.number + 1,
-            self._watched.position(),
-            self._transport.entered,
-            self._transport.waiting,
-            reads.doing,
-            writes.doing,
-            writes.waited,
-        )
+        beat = self._now(self._last.number + 1)
         if beat.place() == self._last.place():
             still = self._last.still + elapsed
             deaf = self._last.deaf + elapsed if self._checks() == self._checked else 0.0
@@ -94,14 +88,30 @@ class Pulse:
         self._checked, self._last = self._checks(), beat
         return beat
 
+    def _now(self, number: int) -> Beat:
+        transport = self._transport
+        rank, entered, waiting = transport.rank, transport.entered, transport.waiting
+        if self.watched is None:
+            line = "" if waiting else self._line()
+            return Beat(rank, number, entered=entered, waiting=waiting, line=line)
+        reads, writes = self.watched.reads, self.watched.writes
+        place = self.watched.position()
+        doing = reads.doing, writes.doing, writes.waited
+        return Beat(rank, number, place, entered, waiting, *doing)
+
     def _stuck(self, still: float, deaf: float) -> bool:
         waits = self._transport.waiting and deaf < _STACK_SECONDS
         return still > _STACK_SECONDS and not waits
 
     def _stack(self) -> str:
         """Where the thread is that kernels run on, or the main one, innermost last."""
-        frame = sys._current_frames().get(self._watched.thread() or self._main)
+        thread = self.watched.thread() if self.watched else None
+        frame = sys._current_frames().get(thread or self._main)
         return "".join(traceback.format_stack(frame)[-_FRAMES:]).rstrip() if frame else ""
+
+    def _line(self) -> str:
+        frame = sys._current_frames().get(self._main)
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
 class Watch:
@@ -165,13 +175,15 @@ class Watch:
         """For how long this job may stand still by its own pace."""
         seconds = max((beat.position.seconds for beat in self._beats.values()), default=0.0)
         patience = max(LEAST_SECONDS, STANDS * self._longest, PREDICTIONS * seconds)
+        if not self._first_runs:
+            return max(FIRST * patience, OPENING_SECONDS)
         return FIRST * patience if self._is_first_time() else patience
 
     def _is_first_time(self) -> bool:
-        """Whether a program runs for the first time, or none has yet."""
+        """Whether a program runs for the first time."""
         runs = self._first_runs
         latest = [beat.position for beat in self._beats.values()]
-        return not runs or any(p.program and p.run <= runs[p.program] for p in latest)
+        return any(p.program and p.run <= runs[p.program] for p in latest)
 
     def judge(self) -> Verdict | None:
         """Who holds up the others; where that cannot be found, that they stand still."""
@@ -198,7 +210,6 @@ class Watchdog:
         self,
         transport: Transport,
         failure: Failure,
-        watched: Session,
         plan: Plan,
         folder: Path,
         limit: float | None = None,
@@ -211,7 +222,7 @@ class Watchdog:
         home, report = self._post.address(0), folder / REPORT
         self._lifeline = failure.lifeline = Lifeline(transport, home, self._post.token, report)
         self._period = max(_PERIOD, transport.size / _BEATS_PER_SECOND)
-        self._pulse = Pulse(transport, watched, lambda: failure.checks)
+        self._pulse = Pulse(transport, lambda: failure.checks)
         self._own = transport.rank
         watchers = self._post.watchers
         self._turn = watchers.index(self._own) if self._own in watchers else -1
@@ -221,6 +232,10 @@ class Watchdog:
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
+
+    def watch(self, session: Session) -> None:
+        """What this rank runs from now on."""
+        self._pulse.watched = session
 
     def close(self) -> None:
         """The rank is about to end; nothing is watched from now on."""
@@ -300,17 +315,19 @@ class Watchdog:
 def watching(
     transport: Transport,
     failure: Failure,
-    watched: Session,
     plan: Plan,
     folder: Path,
     limit: float | None = None,
-) -> Iterator[None]:
-    """Collective. Watch the ranks while the body runs; with a `limit` of 0 nobody does."""
+) -> Iterator[Callable[[Session], None]]:
+    """Collective. Watch the ranks while the body runs; with a `limit` of 0 nobody does.
+
+    The body makes a session, and calls what it is given with that.
+    """
     if limit == 0:
-        yield
+        yield lambda session: None
         return
-    dog = Watchdog(transport, failure, watched, plan, folder, limit)
-    yield
+    dog = Watchdog(transport, failure, plan, folder, limit)
+    yield dog.watch
     # Not after an error: this rank is about to end the job, and needs its time.
     dog.close()
 

@@ -4,12 +4,14 @@
     each rank                     └─ write* ─ close ─┘
 
 Datasets lie in one piece, so that a rank writes its rows by their offset in the file, without HDF5
-and beside the others. Until `publish` the file is named `.NAME.part`.
+and beside the others. Until `publish` the file is named `.NAME.part`, and beside it is a folder
+`.NAME.ranks` for what ranks tell one another.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,12 +46,18 @@ def part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
+def folder_of(path: Path) -> Path:
+    """The folder that there is while the file is written; after a failure it says why."""
+    return path.with_name(f".{path.name}.ranks")
+
+
 def create(path: Path, datasets: Sequence[Rows], attributes: Mapping[str, Any]) -> list[int]:
     """Make the file with room for all rows; gives where each dataset begins. Rank 0 only."""
     h5py = hdf5.load()
     part = part_of(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder_of(path), ignore_errors=True)  # that of a run that failed
+        folder_of(path).mkdir(parents=True, exist_ok=True)
         with h5py.File(part, "w", libver=("v110", "v110")) as file:
             file.attrs.update(attributes)
             return [_reserve(h5py, file, rows) for rows in datasets]
@@ -132,3 +140,4 @@ def publish(path: Path) -> None:
     """Give the file its name, once every rank has closed it. Rank 0 only."""
     os.replace(part_of(path), path)
     hdf5.sync(path.parent)
+    shutil.rmtree(folder_of(path), ignore_errors=True)

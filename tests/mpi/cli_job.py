@@ -44,6 +44,8 @@ PINNED = (
     "            x = mf.relu(x)",
 )
 """A change of the job that puts its second half on the second stage."""
+BY_ROW = ('"hits": mf.total(hit),', '"hits": mf.total(hit), "logits": logits, "hit": hit,')
+"""A change of the job that has outputs to predict: a value for each row."""
 
 SITE = '''
 import ctypes
@@ -80,6 +82,7 @@ def plant():
     if rank != os.environ.get("PMI_RANK"):
         return
     at = int(at)
+    make, opened = Session._bind, DatasetReader.__init__
     run, read, bind, calls = Session.run, DatasetReader.read, Relu.bind, []
     start = Operation.start
 
@@ -111,6 +114,15 @@ def plant():
                 time.sleep(1000)
             raise OSError(5, "Input/output error")
         read(self, step, rows, out)
+
+    def make_with_fault(self, program):
+        mark()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return make(self, program)
+
+    def open_with_fault(self, *arguments, **more):
+        mark()
+        time.sleep(1000)
 
     def bind_with_fault(self, *arrays):
         kernel = bind(self, *arrays)
@@ -145,6 +157,10 @@ def plant():
 
     if kind in ("reader", "slow"):
         DatasetReader.read = read_with_fault
+    elif kind == "binding":
+        Session._bind = make_with_fault
+    elif kind == "opening":
+        DatasetReader.__init__ = open_with_fault
     elif kind in ("kernel", "endless", "frozen"):
         Relu.bind = bind_with_fault
     elif kind in ("lost", "deaf"):
@@ -157,7 +173,7 @@ class Finder(importlib.abc.MetaPathFinder):
     """Plants the fault as soon as the program has imported what it needs."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "mpiflow.train":
+        if name not in ("mpiflow.train", "mpiflow.predict"):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -4,7 +4,7 @@ import platform
 import re
 
 import pytest
-from cli_job import Runner, write_data, write_job
+from cli_job import BY_ROW, ROOT, Runner, write_data, write_job
 
 HOST = platform.node()
 
@@ -33,6 +33,10 @@ def run(mpiexec, tmp_path):
              r" \(\w+, .*\) of step \d+; 2 ranks wait for it"),
             (2, "0:frozen:40", r"rank 0 \({}\), whose process runs, but none of its Python, has"
              r" been silent for \d s; 1 rank waits for it in task .* of step 41"),
+            (3, "1:binding:0", r"rank 1 \({}\), whose process is stopped, has been silent for"
+             r" \d s"),
+            (3, "2:opening:0", r"rank 2 \({}\) has been busy before the first step for \d s; 2"
+             r" ranks wait for it"),
             (3, "1:lost:100", r"rank 0 \({0}\), rank 1 \({0}\) and rank 2 \({0}\) are all in task"
              r" \S+ \(\w+, .*\) of step \d+, which has not ended for \d s: a message between them"
              r" is lost"),
@@ -67,3 +71,28 @@ def test_a_rank_that_pauses_is_no_stall(run):
     done = run(2, "--steps", 200, FAULT="1:pause:100")
     assert done.returncode == 0, done.stdout
     assert "mpiflow: " not in done.stdout
+
+
+@pytest.mark.ranks(2)
+def test_predictions_are_watched_too(run, mpiexec, tmp_path):
+    write_job(tmp_path, change=BY_ROW)
+    run.train(2, "--steps", 3)
+    arguments = (
+        "predict", tmp_path / "job.py", "--checkpoint", tmp_path / "run", "--data", tmp_path,
+        "-o", tmp_path / "out.h5", "--stall", 3,
+    )  # fmt: skip
+    done = mpiexec(
+        2, "-m", "mpiflow", *arguments, timeout=40, FAULT="1:endless:1",
+        PYTHONPATH=f"{run.site}:{ROOT}",
+    )  # fmt: skip
+    assert done.returncode == 3, done.stdout
+    (said,) = re.findall(r"^mpiflow: (.*)$", done.stdout, re.MULTILINE)
+    sentence = rf"rank 1 \({HOST}\) has been in task relu .* of predict, step 2 for \d s.*"
+    assert re.fullmatch(sentence, said), done.stdout
+    folder = tmp_path / ".out.h5.ranks"
+    assert said in (folder / "failure.txt").read_text()
+    assert not (tmp_path / "out.h5").exists()
+    done = mpiexec(2, "-m", "mpiflow", *arguments)
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "out.h5").exists()
+    assert not folder.exists()

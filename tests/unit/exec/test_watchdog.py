@@ -196,6 +196,12 @@ def test_a_host_knows_whether_a_process_runs_is_stopped_or_gone():
     assert "runs" in process_state(os.getpid())
 
 
+def pulse_of(watched, checks):
+    pulse = watchdog.Pulse(LocalWorld(1).transports[0], checks)
+    pulse.watched = watched
+    return pulse
+
+
 def test_a_rank_tells_for_how_long_it_is_in_the_same_place():
     watched = SimpleNamespace(
         reads=SimpleNamespace(doing=""),
@@ -205,7 +211,7 @@ def test_a_rank_tells_for_how_long_it_is_in_the_same_place():
     )
     place = Position(1, "train", 0)
     checks = itertools.count()
-    pulse = watchdog.Pulse(LocalWorld(1).transports[0], watched, lambda: next(checks))
+    pulse = pulse_of(watched, lambda: next(checks))
     assert [pulse(0.5).still for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
     place = Position(1, "train", 1)
     assert pulse(0.5).still == 0.0
@@ -213,5 +219,41 @@ def test_a_rank_tells_for_how_long_it_is_in_the_same_place():
     assert [bool(beat.stack) for beat in beats] == [False, False, True]
     assert 'watchdog.py", line' in beats[-1].stack
     assert [beat.deaf for beat in beats] == [0.0, 0.0, 0.0]
-    asleep = watchdog.Pulse(LocalWorld(1).transports[0], watched, lambda: 7)
+    asleep = pulse_of(watched, lambda: 7)
     assert [asleep(1.0).deaf for _ in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_rank_without_a_session_gets_on_as_long_as_its_lines_change():
+    transport, made = LocalWorld(1).transports[0], []
+    begun, first, second = (threading.Event() for _ in range(3))
+
+    def main():
+        made.append(watchdog.Pulse(transport, lambda: 0))
+        begun.set()
+        first.wait()
+        begun.set()
+        while not second.is_set():
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    begun.wait()
+    (pulse,) = made
+    time.sleep(0.1)
+    assert [pulse(0.5).still for _ in range(3)] == [0.0, 0.5, 1.0]
+    begun.clear()
+    first.set()
+    begun.wait()
+    assert pulse(0.5).still == 0.0
+    transport.waiting = True  # goes through the lines of a loop, and gets nowhere
+    assert pulse(0.5).still == 0.0
+    assert [pulse(0.5).still for _ in range(3)] == [0.5, 1.0, 1.5]
+    second.set()
+    thread.join()
+
+
+def test_before_the_first_program_ranks_have_longer():
+    seen = Watch(classifier_plan("data=2"), [Address(r, "a", 0, 1) for r in range(2)], 0, PERIOD)
+    assert seen.patience() == watchdog.OPENING_SECONDS
+    seen.hear(Beat(0, 1, Position(1, "initialise", 0)))
+    assert seen.patience() == watchdog.FIRST * watchdog.LEAST_SECONDS
