@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve()
 OURS, THEIRS = "mpiflow", "torch"
 CASES = {  # workload: the variants of mpiflow, and those of PyTorch
-    "W1": (["mp", "dp"], ["ddp"]),
+    "W1": (["mp", "zero", "dp"], ["ddp"]),
     "W2": (["auto"], ["ddp", "channels_last"]),
     "W3": (["auto"], ["ddp"]),
     "W4": (["mp"], ["mp"]),
