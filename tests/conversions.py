@@ -102,11 +102,16 @@ def groups_of(transport, cases):
     return {axis: transport.group(rank.members(axis), axis) for axis in named}
 
 
-def execute(transport, groups, case):
-    """Collective. (what this rank has of each target in the end, the bytes that it sent)."""
+def execute(transport, groups, case, *, shared=False):
+    """Collective. (what this rank has of each target in the end, the bytes that it sent).
+
+    Where the arena is `shared`, ranks of one host convert in its memory.
+    """
     plan = case.plan
     program = plan.program("evaluate")
     arena = Arena(Cpu(), dict(plan.arenas)["host"])
+    if shared:
+        arena.share(transport, [(0, arena.nbytes)])
     arena.scratch(0, arena.nbytes).fill(0xFF)  # NaN, where anything is read that was not written
     rank = plan.slice(transport.rank, program)
     binder = Binder(program, plan.tensors(program), rank, plan.mesh, {"": arena}, groups,
@@ -131,6 +136,7 @@ def execute(transport, groups, case):
     step.kernels.use(Conversions())
     before = sum(group.sent for group in groups.values())
     Engine(transport).run(step.lanes, program.name, 0)
+    arena.unshare(transport)
     return found, sum(group.sent for group in groups.values()) - before
 
 

@@ -2,7 +2,8 @@
 
 all_reduce       in place: the tensors of a bucket lie side by side in memory, nothing is copied
 reduce_scatter   packed and unpacked in the task's workspace: in a bucket the parts that a rank has
-all_gather       of all tensors are next to each other, in each tensor they are not
+all_gather       of all tensors are next to each other, in each tensor they are not; within a host
+                 ranks take them from where they lie
 
 A bucket is full at the size at which waiting for more costs as much as another message.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpiflow.compiler.cost import collective_seconds
+from mpiflow.compiler.cost import collective_seconds, packing_seconds
 from mpiflow.compiler.late import awaiting, put_off
 from mpiflow.compiler.machine import Machine
 from mpiflow.compiler.order import in_order, needs_in_order, pulled
@@ -257,7 +258,7 @@ class _Fusing:
         if first.op != "all_reduce":
             attributes = {name: x for name, x in attributes.items() if name != "dim"}
             workspace = group.nbytes + self._own(group)
-            seconds += 2 * workspace / self.machine.memory
+            seconds += packing_seconds(self.machine, workspace, self.mesh, axes)
         names = {t.name for t in group.tasks}
         after = dict.fromkeys(n for t in group.tasks for n in t.after if n not in names)
         return replace(

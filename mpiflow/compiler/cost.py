@@ -137,6 +137,15 @@ def collective_seconds(
     return inside + _level(machine, machine.outer, across, ceil(nbytes / within), nodes)
 
 
+def packing_seconds(machine: Machine, nbytes: int, mesh: Mesh, axes: tuple[int, ...]) -> float:
+    """To pack and unpack several tensors, so many bytes, for a collective along some axes.
+
+    Nothing where ranks see memory of one another: on the CPUs of one host.
+    """
+    in_memory = machine.host_link is None and spread(mesh, axes, machine.devices_per_node)[1] == 1
+    return 0.0 if in_memory else 2 * nbytes / machine.memory
+
+
 def exchange_seconds(
     machine: Machine, nbytes: int, partners: int, mesh: Mesh, axes: tuple[int, ...]
 ) -> float:

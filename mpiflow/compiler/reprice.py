@@ -20,6 +20,7 @@ from mpiflow.compiler.cost import (
     exchange_seconds,
     kernel_seconds,
     message_seconds,
+    packing_seconds,
     read_seconds,
     rounded,
 )
@@ -81,5 +82,5 @@ def _collective(task: Task, tensors: Mapping[str, Register], mesh: Mesh, machine
     joint = sum(max(a.nbytes, b.nbytes) for a, b in pairs)
     seconds = collective_seconds(machine, task.op, joint, mesh, axes)
     if len(pairs) > 1 and task.op != "all_reduce":  # its members are packed, and unpacked
-        seconds += 2 * packing_bytes(task) / machine.memory
+        seconds += packing_seconds(machine, packing_bytes(task), mesh, axes)
     return seconds

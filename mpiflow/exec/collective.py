@@ -1,7 +1,8 @@
 """Collectives on shards: what has to be packed before and unpacked after, bound once.
 
 A shard's dims other than the first are not contiguous across ranks, so such pieces go through the
-task's workspace; everything else moves straight between registers.
+task's workspace, as do those of several tensors; everything else moves straight between registers.
+Ranks that see memory of one another take everything from where it lies.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ import numpy as np
 from mpiflow.exec import packed
 from mpiflow.exec.arena import Arena
 from mpiflow.exec.rows import bind_rows
-from mpiflow.exec.transport import Group, InTurn, Message, Request, Start, Steps, Together
+from mpiflow.exec.transport import (
+    Call,
+    Group,
+    InTurn,
+    Message,
+    Request,
+    Source,
+    Start,
+    Steps,
+    Take,
+    Together,
+)
 from mpiflow.graph.mesh import Mesh
-from mpiflow.graph.sbp import Box
+from mpiflow.graph.sbp import Box, box_shape
 from mpiflow.plan.pieces import is_in_pieces, pieces_of
 from mpiflow.plan.records import SEND, Register, Task
 from mpiflow.plan.rows import ROW_KINDS
@@ -116,6 +128,11 @@ def bind_collective(
     send, receive = views[source.name], views[target.name]
     if task.op == "all_reduce":
         return _all_reduce(task, rank, registers, views, arena, group)
+    if group.sees_memory:
+        call, (shown, takes) = _call_of(task, send, receive), _takes(task, rank, registers, views)
+        taking = group.bind_take(call, shown, takes, rank.sent_bytes(task, registers))
+        if taking is not None:
+            return Collective(group, taking, [], [])
     if len(task.inputs) > 1:
         start, sent, received = packed.bind(task, rank, registers, views, arena, group)
         return Collective(group, start, sent, [(place, piece) for piece, place in received])
@@ -133,6 +150,40 @@ def bind_collective(
             start = group.bind_reduce_scatter(flat, _flat(receive), counts, reduce, work)
             return Collective(group, start, pieces, [])
     return _exchange(task, rank, source, target, send, receive, peers, arena, group)
+
+
+def _call_of(task: Task, send: np.ndarray, receive: np.ndarray) -> Call:
+    """What a collective is, for messages: that of its first tensor."""
+    sent, received = _flat(send), _flat(receive)
+    reduce = task.attributes.get("reduce", "")
+    return Call(task.op, sent, received, (sent.size,), (received.size,), reduce)
+
+
+def _takes(
+    task: Task, rank: RankPlan, registers: dict[str, Register], views: dict[str, np.ndarray]
+) -> tuple[list[np.ndarray], list[Take]]:
+    """What this rank shows, and what it takes: each part of what it is to have, from who has it."""
+    peers = rank.peers(task.axis)
+    shown, takes = [], []
+    for number, names in enumerate(zip(task.inputs, task.outputs, strict=True)):
+        (given, made), target = (registers[name] for name in names), views[names[1]]
+        shown.append(views[names[0]])
+        boxes, wanted = [peer.box(given) for peer in peers], rank.box(made)
+        if task.op == "reduce_scatter":  # all have the same box, of which this rank gets a part
+            takes.append(
+                Take(target, tuple(_source(i, number, b, wanted) for i, b in enumerate(boxes)))
+            )
+            continue
+        for i, box in enumerate(boxes):
+            common = _common(box, wanted)
+            part = target[_within(common, wanted)]
+            takes.append(Take(part, (_source(i, number, box, common),)))
+    return shown, takes
+
+
+def _source(member: int, number: int, box: Box, part: Box) -> Source:
+    """A part of what a member shows of the tensor of that number, which is this box of it."""
+    return Source(member, number, box_shape(box), _within(part, box))
 
 
 def exchanged(task: Task, registers: dict[str, Register]) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mpiflow.errors import LaunchError, TaskError
-from mpiflow.exec.shared import KINDS, Neighbours
+from mpiflow.exec.shared import Neighbours
 from mpiflow.exec.transport import (
     DRAIN_SECONDS,
     Call,
@@ -33,6 +33,8 @@ from mpiflow.exec.transport import (
     Group,
     Operation,
     Request,
+    Start,
+    Take,
     Transport,
     in_parts,
 )
@@ -241,9 +243,26 @@ class MpiGroup(Group):
         self._types.clear()
         self._communicator.Free()
 
+    @property
+    def sees_memory(self) -> bool:
+        """Whether all are ranks of this host, and there are several."""
+        return self.transport.are_neighbours(self._members)
+
+    def bind_take(
+        self, call: Call, shown: Sequence[np.ndarray], takes: Sequence[Take], nbytes: int
+    ) -> Start | None:
+        """Collective. See `exec.shared`."""
+        self.transport.check_thread()
+        if not self.sees_memory:
+            return None
+        bound = self.transport.neighbours.bind_take(
+            self, self._members, self._communicator, call, shown, takes, nbytes
+        )
+        return bound.start if bound is not None else None
+
     def _bind(self, call: Call, nbytes: int) -> Operation:
         self.transport.check_thread()
-        if call.kind in KINDS and not call.once and self.transport.are_neighbours(self._members):
+        if call.peer < 0 and not call.once and self.sees_memory:
             neighbours = self.transport.neighbours
             shared = neighbours.bind(self, self._members, self._communicator, call, nbytes)
             if shared is not None:

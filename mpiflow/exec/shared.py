@@ -1,8 +1,9 @@
 """Shared: memory that the ranks of a host see of one another, and collectives that work in it.
 
-A collective within a host needs no messages: each member adds up its part of what all hold, where
-they hold it, and writes the sum to all. By messages the same bytes are copied through buffers of
-MPI, twice and in small pieces.
+A collective within a host needs no messages. Of a sum that all are to have, each member adds up its
+part, where they hold it, and writes it to all; anything else each member takes from where it lies,
+in whatever shape, so that nothing is packed. By messages the same bytes are copied through buffers
+of MPI, twice and in small pieces.
 
     Neighbours             the ranks of this host; `share` lets them see parts of this rank's memory
       └─ SharedOperation   a collective whose members are all of them, on memory that all see
@@ -17,19 +18,18 @@ all are tested by turns, as the engine does, or in one order by all members.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
-import os
-import secrets
-import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from mpiflow.exec.pages import NAME, File, Segment, opened
 from mpiflow.exec.transport import (
     DONE,
     Call,
@@ -37,14 +37,14 @@ from mpiflow.exec.transport import (
     InTurn,
     Operation,
     Request,
+    Source,
     Steps,
+    Take,
     Transport,
     in_parts,
 )
 from mpiflow.graph.sbp import span
 
-PAGE = mmap.PAGESIZE
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 _COUNTERS = 1 << 13
 """One for each bound operation; what is bound after them goes by messages."""
@@ -52,9 +52,6 @@ _BLOCK_BYTES = 1 << 18
 """What is added or copied at a time, so that it stays in the cache until it is written to all."""
 _BYTES_A_LOOK = 16 << 20
 """So many are read and written, and what else is in flight is looked at."""
-_MAP_FIXED = 0x10
-_TOKEN_BYTES = 16
-_NAME = "mpiflow-shared"
 
 Place = tuple[int, int]
 """The number of a `share`, and the byte in the file that a rank made for it."""
@@ -62,21 +59,12 @@ NOWHERE: Place = (-1, 0)
 Work = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Pages of this rank, and where they lie in the file."""
-
-    start: int
-    stop: int
-    offset: int
-
-
 @dataclass(slots=True)
 class _Shared:
     """What one `share` was about: this rank's memory, and the files of all by their ranks."""
 
     memory: np.ndarray
-    segments: list[_Segment]
+    segments: list[Segment]
     files: dict[int, np.ndarray]
     counters: list[int] = field(default_factory=list)
     """Those of the operations on it."""
@@ -139,14 +127,14 @@ class Neighbours:
         file, files, reason = None, {}, ""
         if ranges and len(self.ranks) > 1:
             try:
-                file = _File(memory, ranges)
+                file = File(memory, ranges)
             except OSError as error:
                 reason = str(error)
         everyone = self._transport.all_gather(json.dumps(file.told if file else None).encode())
         told = {rank: json.loads(everyone[rank]) for rank in self.ranks}
         for rank in (rank for rank in told if file and told[rank]):
             try:
-                files[rank] = _opened(*told[rank])
+                files[rank] = opened(*told[rank])
             except (OSError, ValueError) as error:
                 reason = reason or f"memory of rank {rank}: {error}"
         is_whole = self._agree(reason)
@@ -173,31 +161,78 @@ class Neighbours:
         self, group: Group, members: tuple[int, ...], communicator: Any, call: Call, nbytes: int
     ) -> SharedOperation | None:
         """Collective over the group. The operation, or None if some memory of it is not shared."""
+        if call.kind == "all_reduce":
+            return self._bind_sum(group, members, communicator, call, nbytes)
+        counts = communicator.allgather(call.send_counts)
+        takes = _takes_of(call, group, counts)
+        return self.bind_take(group, members, communicator, call, [call.send], takes, nbytes)
+
+    def _bind_sum(
+        self, group: Group, members: tuple[int, ...], communicator: Any, call: Call, nbytes: int
+    ) -> SharedOperation | None:
+        met = self._meet(group, members, communicator, [call.send])
+        if met is None:
+            return None
+        meeting, told = met
+        dtype, shape = call.send.dtype, call.send.shape
+        buffers = [self._view(members[i], told[i][0], shape, dtype) for i in range(group.size)]
+        part = slice(*span(call.send.size, group.size, group.index))
+        work = _summed([each[part] for each in buffers], call.reduce, group.index, self._work)
+        return SharedOperation(group, call, nbytes, meeting, work)
+
+    def bind_take(
+        self,
+        group: Group,
+        members: tuple[int, ...],
+        communicator: Any,
+        call: Call,
+        shown: Sequence[np.ndarray],
+        takes: Sequence[Take],
+        nbytes: int,
+    ) -> SharedOperation | None:
+        """Collective over the group. See `transport.Group.bind_take`."""
+        takes = [take for take in takes if take.target.size and not _is_there(take, shown, group)]
+        # Others read what this member shows, while it writes what it takes.
+        apart = _are_apart([take.target for take in takes], shown)
+        met = self._meet(group, members, communicator, shown if apart else None)
+        if met is None:
+            return None
+        meeting, told = met
+        work: list[Work] = []
+        for take in takes:
+            dtype = take.target.dtype
+            sources = [
+                self._view(members[s.member], told[s.member][s.number], s.shape, dtype)[s.where]
+                for s in take.sources
+            ]
+            work += _taken(take.target, sources, call.reduce)
+        return SharedOperation(group, call, nbytes, meeting, work)
+
+    def _meet(
+        self,
+        group: Group,
+        members: tuple[int, ...],
+        communicator: Any,
+        shown: Sequence[np.ndarray] | None,
+    ) -> tuple[Meeting, list[list[Place]]] | None:
+        """Collective over the group. What each shows, and a way to wait; None if it is hidden."""
         own = self._counters[self._transport.rank]
         counter = self._unused[-1] if self._unused else -1
-        sent, received = self._place(call.send), self._place(call.receive)
-        if call.kind in ("reduce_scatter", "all_to_all") and _overlap(call.send, call.receive):
-            received = NOWHERE  # others read what this member would write
-        mine = counter, int(own[counter]), sent, received, call.send_counts
-        told = communicator.allgather(mine)
+        places = [NOWHERE] if shown is None else [self._place(array) for array in shown]
+        told = communicator.allgather((counter, int(own[counter]), places))
         if any(number < 0 for number, *_ in told):
             self.refused = self.refused or f"more than {_COUNTERS} collectives are bound at once"
             return None
-        if any(NOWHERE in places for _, _, *places, _ in told):
+        if any(NOWHERE in places for *_, places in told):
             return None
         self._unused.pop()
-        self._shared[max(sent[0], received[0])].counters.append(counter)
+        self._shared[max(number for number, _ in places)].counters.append(counter)
         counters = [
             (self._counters[rank][number : number + 1], count)
-            for rank, (number, count, *_) in zip(members, told, strict=True)
-        ]
-        views = [
-            self._view(rank, place, sum(counts), call.send.dtype)
-            for rank, (_, _, place, _, counts) in zip(members, told, strict=True)
+            for rank, (number, count, _) in zip(members, told, strict=True)
         ]
         meeting = Meeting(counters, group.index, self._window.Sync)
-        work = _work_of(call, group, views, [counts for *_, counts in told], self._work)
-        return SharedOperation(group, call, nbytes, meeting, work)
+        return meeting, [places for *_, places in told]
 
     def seen_bytes(self) -> int:
         """The memory of other ranks that this one has touched: it counts as resident in both."""
@@ -210,7 +245,7 @@ class Neighbours:
                 if words[0] == "Rss:":
                     found += is_theirs * int(words[1]) * 1024
                 elif not words[0].endswith(":"):  # the head of a mapping; the fifth is its inode
-                    is_theirs = f"memfd:{_NAME}" in line and int(words[4]) not in self._inodes
+                    is_theirs = f"memfd:{NAME}" in line and int(words[4]) not in self._inodes
         return found
 
     def close(self) -> None:
@@ -234,95 +269,60 @@ class Neighbours:
                     return number, each.offset + start - each.start
         return NOWHERE
 
-    def _view(self, rank: int, place: Place, count: int, dtype: np.dtype[Any]) -> np.ndarray:
-        number, offset = place
-        if not count:
-            return np.empty(0, dtype)
-        return self._shared[number].files[rank][offset:][: count * dtype.itemsize].view(dtype)
+    def _view(
+        self, rank: int, place: Place, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> np.ndarray:
+        (number, offset), nbytes = place, prod(shape) * dtype.itemsize
+        if not nbytes:
+            return np.empty(shape, dtype)
+        return self._shared[number].files[rank][offset:][:nbytes].view(dtype).reshape(shape)
 
 
-def _overlap(one: np.ndarray, two: np.ndarray) -> bool:
-    """Whether two flat arrays have bytes in common."""
-    first, second = sorted((one, two), key=lambda array: int(array.ctypes.data))
-    both = one.nbytes and two.nbytes
-    return bool(both) and first.ctypes.data + first.nbytes > second.ctypes.data
+def _is_there(take: Take, shown: Sequence[np.ndarray], group: Group) -> bool:
+    """Whether a member takes what it shows itself, to where that is."""
+    (source, *others) = take.sources
+    if others or source.member != group.index:
+        return False
+    own = shown[source.number].reshape(source.shape)[source.where]
+    return own.ctypes.data == take.target.ctypes.data and own.strides == take.target.strides
 
 
-class _File:
-    """A file without a name that has taken the place of pages of an array. OSError if it cannot."""
+def _are_apart(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> bool:
+    """Whether the first arrays and the second ones, which are contiguous, have no bytes in common.
 
-    def __init__(self, memory: np.ndarray, ranges: Sequence[tuple[int, int]]) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError("the system has no files in memory (memfd)")
-        first = memory.ctypes.data
-        runs = _whole_pages([(first + start, first + stop) for start, stop in ranges])
-        self.segments: list[_Segment] = []
-        nbytes = PAGE  # that of the token
-        for start, stop in runs:
-            self.segments.append(_Segment(start, stop, nbytes))
-            nbytes += stop - start
-        token = secrets.token_hex(_TOKEN_BYTES // 2)
-        self._number = os.memfd_create(_NAME)
-        try:
-            os.ftruncate(self._number, nbytes)
-            os.pwrite(self._number, token.encode(), 0)
-            for run in self.segments:
-                _map(run.start, run.stop - run.start, _MAP_FIXED, self._number, run.offset)
-        except OSError:
-            self.close()
-            raise
-        self.inode = os.fstat(self._number).st_ino
-        self.told = os.getpid(), self._number, nbytes, token
-        """What others open it by."""
-
-    def close(self) -> None:
-        """Its pages stay; nobody can open it any more."""
-        os.close(self._number)
-
-
-def _whole_pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pages that these bytes touch, those that meet as one."""
-    runs: list[tuple[int, int]] = []
-    for start, stop in sorted((a // PAGE * PAGE, -(-b // PAGE) * PAGE) for a, b in ranges if b > a):
-        if runs and start <= runs[-1][1]:
-            runs[-1] = runs[-1][0], max(stop, runs[-1][1])
-        else:
-            runs.append((start, stop))
-    return runs
-
-
-def _map(address: int, nbytes: int, flags: int, file: int, offset: int) -> int:
-    """The address at which pages of this process are those of a file; OSError if not.
-
-    Python's mmap can take no address, and keeps a descriptor for each.
+    Bytes between those of an array count as its own.
     """
-    call = ctypes.CDLL(None, use_errno=True).mmap
-    call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    found = call(address, nbytes, access, mmap.MAP_SHARED | flags, file, offset)
-    if found is None or found == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
-    return int(found)
+    spans = sorted(_bytes_of(each) for each in theirs if each.size)
+    stops = list(accumulate((stop for _, stop in spans), max))
+    for start, stop in (_bytes_of(each) for each in ours if each.size):
+        behind = bisect_left(spans, (stop, 0))  # those before it begin before this one's end
+        if behind and stops[behind - 1] > start:
+            return False
+    return True
 
 
-def _unmap(address: int, nbytes: int) -> None:
-    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+def _bytes_of(array: np.ndarray) -> tuple[int, int]:
+    """Where the bytes of an array begin and end; it is not empty."""
+    start = array.__array_interface__["data"][0]
+    steps = zip(array.shape, array.strides, strict=True)
+    return start, start + sum((n - 1) * stride for n, stride in steps) + array.itemsize
 
 
-def _opened(pid: int, number: int, nbytes: int, token: str) -> np.ndarray:
-    """The bytes of a neighbour's file. OSError or ValueError if they cannot be seen from here."""
-    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-    try:
-        address = _map(0, nbytes, 0, file, 0)
-    finally:
-        os.close(file)
-    memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(memory, _unmap, address, nbytes).atexit = False
-    if bytes(memory[:_TOKEN_BYTES]) != token.encode():
-        raise ValueError(f"its process {pid} is another one here")
-    return np.ctypeslib.as_array(memory)
+def _takes_of(call: Call, group: Group, counts: list[tuple[int, ...]]) -> list[Take]:
+    """What a member takes in a collective on flat arrays; `counts` are what each sends to each."""
+    own, everyone = group.index, range(group.size)
+    if call.kind == "reduce_scatter":
+        part = slice(*_ends(call.send_counts, own))
+        return [Take(call.receive, tuple(Source(i, 0, call.send.shape, part) for i in everyone))]
+    parts = in_parts(call.receive, call.receive_counts)
+    places = [(0, sum(each)) if len(each) == 1 else _ends(each, own) for each in counts]
+    return [Take(parts[i], (Source(i, 0, (sum(counts[i]),), slice(*places[i])),)) for i in everyone]
+
+
+def _ends(counts: Sequence[int], number: int) -> tuple[int, int]:
+    """Where one of the parts of so many elements begins and ends."""
+    first = sum(counts[:number])
+    return first, first + counts[number]
 
 
 class Meeting(Request):
@@ -392,53 +392,33 @@ class SharedOperation(Operation):
         yield self._meeting
 
 
-def _work_of(
-    call: Call,
-    group: Group,
-    sent: list[np.ndarray],
-    counts: list[tuple[int, ...]],
-    work: np.ndarray,
-) -> list[Work]:
-    """What this member does, in blocks; it sees what each has to send, in parts of these counts."""
-    own = group.index
-    if call.kind == "all_reduce":
-        part = slice(*span(call.send.size, group.size, own))
-        parts = [each[part] for each in sent]
-        if own < 2:  # the first two are read before the sum is written, so it can be made in one
-            others = [each for i, each in enumerate(parts) if i != own]
-            return _reduced(call.reduce, parts, parts[own], others)
-        return _reduced(call.reduce, parts, work.view(call.send.dtype), parts)
-    if call.kind == "reduce_scatter":
-        parts = [in_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
-        return _reduced(call.reduce, parts, call.receive, [])
-    targets = in_parts(call.receive, call.receive_counts)
-    if call.kind == "all_to_all":
-        sent = [in_parts(each, n)[own] for each, n in zip(sent, counts, strict=True)]
-    elif call.send.ctypes.data == targets[own].ctypes.data:  # gathered where it is
-        targets[own], sent[own] = targets[own][:0], sent[own][:0]
-    pairs = zip(targets, sent, strict=True)
-    return [block for target, source in pairs for block in _copied(target, source)]
+def _summed(parts: list[np.ndarray], reduce: str, own: int, scratch: np.ndarray) -> list[Work]:
+    """Reduce the parts, flat arrays, in their order, and write the result to all of them."""
+    total, others = scratch.view(parts[0].dtype), parts
+    if own < 2:  # the first two are read before the sum is written, so it can be made in one
+        total, others = parts[own], [each for i, each in enumerate(parts) if i != own]
+    ufunc = _UFUNCS[reduce]
+    work: list[Work] = []
+    for part in _blocks(parts[0]):
+        target = total[part] if total is parts[own] else total[: part.stop - part.start]
+        sources, copies = [each[part] for each in parts], [each[part] for each in others]
+        work.append(partial(_reduce_block, ufunc, sources, target, copies))
+    return work
 
 
-def _reduced(
-    reduce: str, sources: list[np.ndarray], total: np.ndarray, targets: list[np.ndarray]
-) -> list[Work]:
-    """The reduction of the sources in their order, made in `total` and copied to all targets.
-
-    A `total` that is shorter than they are is scratch, for a block.
-    """
-    size = sources[0].size
-    whole = total.size >= size
-    return [
-        partial(
-            _reduce_block,
-            _UFUNCS[reduce],
-            [each[part] for each in sources],
-            total[part] if whole else total[: part.stop - part.start],
-            [each[part] for each in targets],
-        )
-        for part in _blocks(size, total.itemsize)
-    ]
+def _taken(target: np.ndarray, sources: list[np.ndarray], reduce: str) -> list[Work]:
+    """Copy the source, or reduce several in their order."""
+    arrays = [target, *sources]
+    if all(array.flags.c_contiguous for array in arrays):
+        arrays = [array.reshape(-1) for array in arrays]
+    work: list[Work] = []
+    for part in _blocks(arrays[0]):
+        out, *rest = (array[part] for array in arrays)
+        if len(rest) == 1:
+            work.append(partial(np.copyto, out, rest[0]))
+        else:
+            work.append(partial(_reduce_block, _UFUNCS[reduce], rest, out, []))
+    return work
 
 
 def _reduce_block(
@@ -451,13 +431,8 @@ def _reduce_block(
         target[...] = total
 
 
-def _copied(target: np.ndarray, source: np.ndarray) -> list[Work]:
-    return [
-        partial(np.copyto, target[part], source[part])
-        for part in _blocks(target.size, target.itemsize)
-    ]
-
-
-def _blocks(size: int, itemsize: int) -> Iterator[slice]:
-    step = max(_BLOCK_BYTES // itemsize, 1)
-    return (slice(i, min(i + step, size)) for i in range(0, size, step))
+def _blocks(array: np.ndarray) -> Iterator[slice]:
+    """Parts of its first dim of at most `_BLOCK_BYTES`, if that is one row or more."""
+    rows = len(array)
+    step = max(_BLOCK_BYTES * rows // array.nbytes, 1) if array.nbytes else 1
+    return (slice(i, min(i + step, rows)) for i in range(0, rows, step))

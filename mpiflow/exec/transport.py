@@ -167,6 +167,24 @@ class Call:
         return f"{self.kind} {self.reduce}({counts}) {self.send.dtype}"
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A part of what a member shows: which of its arrays, of what shape, and where in that."""
+
+    member: int
+    number: int
+    shape: tuple[int, ...]
+    where: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """An array of a member's own that becomes a copy of the source, or the reduction of several."""
+
+    target: np.ndarray
+    sources: tuple[Source, ...]
+
+
 class Operation(Request):
     """A bound collective; it is its own request, as there is one exchange at a time."""
 
@@ -261,6 +279,22 @@ class Group(ABC):
     def bind_receive(self, buffer: np.ndarray, peer: int, tag: int) -> Start:
         """Receives what member `peer` sends by the same tag."""
         return self._bound_message(RECEIVE, buffer, peer, tag)
+
+    @property
+    def sees_memory(self) -> bool:
+        """Whether members see memory of one another, and `bind_take` is worth a try."""
+        return False
+
+    def bind_take(
+        self, call: Call, shown: Sequence[np.ndarray], takes: Sequence[Take], nbytes: int
+    ) -> Start | None:
+        """Collective. Members take parts of the arrays that each shows, from where they lie.
+
+        They may lie apart, and in any shape. `call` says what it is for messages, and how several
+        sources are reduced; `nbytes` counts as sent. None, on all members alike, where some memory
+        cannot be seen: then it has to be packed.
+        """
+        return None
 
     def _bound_message(self, kind: str, buffer: np.ndarray, peer: int, tag: int) -> Start:
         count = (buffer.size,)

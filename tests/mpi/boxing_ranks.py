@@ -1,4 +1,7 @@
-"""The program of `test_boxing_mpi.py`: every pair of layouts on a mesh of these ranks, by MPI."""
+"""The program of `test_boxing_mpi.py`: every pair of layouts on a mesh of these ranks.
+
+By messages, and in memory that the ranks share.
+"""
 
 import pickle
 import sys
@@ -22,13 +25,15 @@ def main(mesh, *shape):
     cases = cases_of([(source, found) for source in found], whole, mesh)
     transport = connect()
     groups = groups_of(transport, cases)
-    results = [execute(transport, groups, case) for case in cases]
-    everywhere = transport.gather(pickle.dumps(results))
-    if transport.rank == 0:
-        ranks = [pickle.loads(data) for data in everywhere]
-        for i, case in enumerate(cases):
-            check(case, whole, [results[i] for results in ranks])
-        print(f"{len(found) ** 2} conversions on {transport.size} ranks")
+    for shared in (False, True):
+        results = [execute(transport, groups, case, shared=shared) for case in cases]
+        everywhere = transport.gather(pickle.dumps(results))
+        if transport.rank == 0:
+            ranks = [pickle.loads(data) for data in everywhere]
+            for i, case in enumerate(cases):
+                check(case, whole, [results[i] for results in ranks])
+            how = "in shared memory" if shared else "by messages"
+            print(f"{len(found) ** 2} conversions on {transport.size} ranks {how}")
     transport.close()
 
 

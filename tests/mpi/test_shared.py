@@ -5,10 +5,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+from jobs import classifier, compile_for, readers_of
 from transport_contract import DTYPES, NARROW, content, counts_of
 
-from mpiflow.exec import shared
+from mpiflow.exec import collective, pages, shared
 from mpiflow.exec.device import host_bytes
+from mpiflow.exec.session import Session
+from mpiflow.exec.transport import Call, Source, Take
 
 pytestmark = pytest.mark.mpi(min_size=2)
 SIZES = (0, 1, 5, 1000, 70_001)
@@ -34,8 +37,8 @@ class Arena:
     """Memory that is shared but for its first page, and arrays in it one after another."""
 
     def __init__(self, transport, nbytes=1 << 22, ranges=None):
-        self.memory, self.used = host_bytes(nbytes), shared.PAGE
-        transport.share(self.memory, ranges or [(shared.PAGE, nbytes)])
+        self.memory, self.used = host_bytes(nbytes), pages.PAGE
+        transport.share(self.memory, ranges or [(pages.PAGE, nbytes)])
 
     def array(self, values, at=None):
         nbytes = values.nbytes
@@ -142,7 +145,7 @@ def test_several_are_under_way_at_once_in_any_order(transport):
 def test_what_is_not_shared_goes_by_messages(transport):
     group, arena = everyone(transport), Arena(transport)
     outside = arena.array(np.full(10, 1.0), at=0)  # on the page that is not shared
-    crossing = arena.array(np.full(10, 1.0), at=shared.PAGE - 40)
+    crossing = arena.array(np.full(10, 1.0), at=pages.PAGE - 40)
     alone = np.full(10, 1.0)
     inside = arena.array(np.full(10, 1.0))
     one_has_it = inside if transport.rank else alone
@@ -184,7 +187,7 @@ def test_one_that_cannot_see_the_others_makes_all_use_messages(transport, monkey
     if last and who == "one has none":
         monkeypatch.delattr(os, "memfd_create")
     if last and who == "another process":
-        monkeypatch.setattr(shared, "_TOKEN_BYTES", 8)  # its token is another one
+        monkeypatch.setattr(pages, "TOKEN_BYTES", 8)  # its token is another one
     if last and who == "no room":
         monkeypatch.setattr(os, "ftruncate", _full)
     arena = Arena(transport)
@@ -216,14 +219,14 @@ def _refusing(*_):
 
 
 def test_memory_keeps_what_is_beside_the_shared_pages(transport):
-    ranges = [(3 * shared.PAGE + 5, 3 * shared.PAGE + 6), (9 * shared.PAGE, 11 * shared.PAGE)]
-    arena = Arena(transport, 16 * shared.PAGE, ranges)
+    ranges = [(3 * pages.PAGE + 5, 3 * pages.PAGE + 6), (9 * pages.PAGE, 11 * pages.PAGE)]
+    arena = Arena(transport, 16 * pages.PAGE, ranges)
     everything = arena.memory
     everything[:] = np.arange(everything.size) % 251
     np.testing.assert_array_equal(everything, np.arange(everything.size) % 251)
     group = everyone(transport)
     for start, is_there in ((3, True), (4, False), (9, True), (10, True), (11, False)):
-        buffer = everything[start * shared.PAGE : (start + 1) * shared.PAGE].view(np.float32)
+        buffer = everything[start * pages.PAGE : (start + 1) * pages.PAGE].view(np.float32)
         assert is_shared(group.bind_all_reduce(buffer)) == is_there
     assert not transport.remark
 
@@ -232,7 +235,7 @@ def test_memory_of_others_that_was_touched_is_known(transport):
     arena = Arena(transport, 1 << 22)
     arena.memory[:] = 1
     assert transport.seen_bytes() < 1 << 16
-    whole = arena.memory[shared.PAGE :].view(np.float32)
+    whole = arena.memory[pages.PAGE :].view(np.float32)
     everyone(transport).bind_all_reduce(whole)().wait()
     others = transport.size - 1
     expected = others / transport.size * whole.nbytes
@@ -284,3 +287,89 @@ def test_what_would_be_read_while_it_is_written_goes_by_messages(transport):
     apart = arena.array(np.zeros(2, np.float32))
     for receive, expected in ((apart, True), (send[1:3], False)):
         assert is_shared(group.bind_reduce_scatter(send, receive, [2] * n)) == expected
+
+
+def some_takes(draw, size, rank):
+    """What every rank shows, by rank, and what this one takes: random boxes of random members."""
+    shapes = [(), (7,), (40, 33), (3, 50, 20)]
+    shown = [[draw.integers(0, 99, shape).astype("f4") for shape in shapes] for _ in range(size)]
+    wanted = []
+    for number, shape in enumerate(shapes):
+        for _ in range(4):
+            starts = [int(draw.integers(0, n)) for n in shape]
+            where = tuple(
+                slice(a, int(draw.integers(a, n + 1))) for a, n in zip(starts, shape, strict=True)
+            )
+            members = draw.permutation(size)[: draw.integers(1, size + 1)].tolist()
+            wanted.append((number, shape, (*where, ...), members, int(draw.integers(size))))
+    return shown, [each[:-1] for each in wanted if each[-1] == rank]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("reduce", "fold"), [("sum", np.add), ("max", np.maximum)])
+def test_parts_of_any_shape_are_taken_from_where_they_lie(transport, seed, reduce, fold):
+    group, arena, rank = everyone(transport), Arena(transport), transport.rank
+    shown, wanted = some_takes(np.random.default_rng(seed), transport.size, rank)
+    own = [arena.array(array.reshape(-1)).reshape(array.shape) for array in shown[rank]]
+    takes, expected = [], []
+    for number, shape, where, members in wanted:
+        parts = [shown[member][number][where] for member in members]
+        target = np.full((3, *parts[0].shape), -1.0, "f4")[1]
+        # Some are places in larger arrays.
+        target = target if number % 2 else np.full((*target.shape, 2), -1.0, "f4")[..., 0]
+        takes.append(Take(target, tuple(Source(m, number, shape, where) for m in members)))
+        expected.append(fold.reduce(parts))
+    call = Call("take", own[0].reshape(-1), own[0].reshape(-1), (1,), (1,), reduce)
+    start = group.bind_take(call, own, takes, 0)
+    assert is_shared(start)
+    for _ in range(2):
+        start().wait()
+        for take, values in zip(takes, expected, strict=True):
+            np.testing.assert_array_equal(take.target, values)
+            take.target[...] = -1
+        transport.barrier().wait()
+
+
+def test_what_is_taken_may_not_lie_in_what_is_shown_but_for_what_is_there(transport):
+    group, arena, rank = everyone(transport), Arena(transport), transport.rank
+    whole = arena.array(np.zeros(3 * transport.size, "f4")).reshape(-1, 3)
+    call = Call("take", whole[0], whole[0], (3,), (3,))
+
+    def gathered(shown):
+        sources = [Source(r, 0, (3,), (...,)) for r in range(transport.size)]
+        takes = [Take(whole[r], (source,)) for r, source in enumerate(sources)]
+        return group.bind_take(call, [shown], takes, 0)
+
+    start = gathered(whole[rank])
+    whole[rank] = rank
+    start().wait()
+    np.testing.assert_array_equal(whole, np.repeat(range(transport.size), 3).reshape(-1, 3))
+    # The last rank alone shows what it would overwrite: all are refused.
+    behind = whole.reshape(-1)[1:4] if rank == transport.size - 1 else whole[rank]
+    assert gathered(behind) is None
+
+
+def test_nothing_is_packed_within_a_host(transport, monkeypatch):
+    plan = compile_for(f"data={transport.size}", classifier(), zero=1)
+    packed = [
+        task.op
+        for task in plan.program("train").tasks
+        if task.kind == "collective" and len(task.inputs) > 1 and task.workspace[1]
+    ]
+    assert packed == ["reduce_scatter", "all_gather"]
+    monkeypatch.delattr(collective.packed, "bind")
+    losses = [session_of(plan, transport) for _ in range(2)]
+    monkeypatch.undo()
+    # By messages, from what is packed.
+    monkeypatch.setattr(type(transport), "share", lambda *_: None)
+    np.testing.assert_allclose(losses, [session_of(plan, transport)] * 2, rtol=1e-5)
+
+
+def session_of(plan, transport):
+    """The losses of some steps."""
+    session = Session(plan, transport, readers_of(plan))
+    session.run("initialise")
+    session.expect("train", range(5))
+    losses = [session.run("train", step)["loss"] for step in range(5)]
+    session.close()
+    return losses
