@@ -15,6 +15,7 @@ from mpiflow.compiler.cost import (
     ideal_seconds,
     message_seconds,
     op_seconds,
+    packing_seconds,
     spread,
 )
 from mpiflow.compiler.machine import (
@@ -369,3 +370,12 @@ def test_kernels_take_longer_the_more_ranks_are_at_work():
     nodes = replace(machine, devices_per_node=1)
     assert nodes.with_ranks(40).launch == pytest.approx(machine.launch * 0.8)
     assert find_machine("cpu").with_ranks(7) is find_machine("cpu")
+
+
+def test_only_cpus_of_one_host_take_tensors_unpacked():
+    cpus, mesh = replace(find_machine("cpu"), devices_per_node=2), parse_mesh("data=2,model=2")
+    data, model = ((mesh.index(axis),) for axis in ("data", "model"))
+    assert packing_seconds(cpus, 8000, mesh, model) == 0.0
+    for axes in (data, data + model):
+        assert packing_seconds(cpus, 8000, mesh, axes) == 2 * 8000 / cpus.memory
+    assert packing_seconds(site(), 8000, mesh, model) == 2 * 8000 / site().memory
