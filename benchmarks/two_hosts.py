@@ -1,10 +1,10 @@
 """Two emulated hosts on this machine, joined by a link of 1 Gbit/s, and a job on both of them.
 
-    python benchmarks/two_hosts.py [--rate 1gbit] COMMAND...      needs root, Linux, MPICH
+    python benchmarks/two_hosts.py [--rate 1gbit] [--each 1] COMMAND...    needs root, Linux, MPICH
 
 Each host is a network namespace with a name of its own and one core of this machine; a pair of
-virtual devices joins them, whose rate a token bucket limits. The command runs as two ranks, one on
-each host, that talk by TCP. What was made is removed in the end.
+virtual devices joins them, whose rate a token bucket limits. The command runs as one rank, or as
+many as asked for, on each host; they talk by TCP. What was made is removed in the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def part(name: str) -> None:
         subprocess.run(["ip", "netns", "delete", f"{name}{number}"], check=False)
 
 
-def launch(name: str, folder: str, command: list[str]) -> int:
+def launch(name: str, folder: str, command: list[str], each: int) -> int:
     """The exit code of the command on both hosts."""
     script = Path(folder) / "launch"
     script.write_text(_LAUNCH.format(name=name, cores=os.cpu_count()))
@@ -64,20 +64,22 @@ def launch(name: str, folder: str, command: list[str]) -> int:
     # mpiexec is on the first host, where it starts a rank without the script.
     there = ["ip", "netns", "exec", f"{name}1", "unshare", "--uts", "sh", "-c",
              'hostname "$0"; exec "$@"', "host1", "taskset", "-c", "0"]  # fmt: skip
-    start = [*there, "mpiexec", *hosts, "-localhost", HOSTS[0], "-ppn", "1", "-n", "2", *command]
+    ranks = ["-ppn", str(each), "-n", str(each * len(HOSTS))]
+    start = [*there, "mpiexec", *hosts, "-localhost", HOSTS[0], *ranks, *command]
     return subprocess.run(start, env=environment, check=False).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc has it")
+    parser.add_argument("--each", type=int, default=1, help="ranks of each host, on its one core")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     name = f"mf{os.getpid() % 10_000}"
     try:
         join(name, given.rate)
         with tempfile.TemporaryDirectory() as folder:
-            return launch(name, folder, given.command)
+            return launch(name, folder, given.command, given.each)
     finally:
         part(name)
 
