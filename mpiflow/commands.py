@@ -246,6 +246,12 @@ def refuse_ops_beside_job(options: Namespace) -> None:
 # -- runs -----------------------------------------------------------------------------------------
 
 
+def check_stall(options: Namespace) -> None:
+    """UsageError for a --stall that is no time."""
+    if options.stall is not None and not 0 <= options.stall < math.inf:
+        raise UsageError(f"--stall takes seconds, or 0 for never, not {options.stall}")
+
+
 def run(options: Namespace) -> int:
     """Train. Start it under mpiexec or srun, with as many ranks as the plan names.
 
@@ -257,8 +263,7 @@ def run(options: Namespace) -> int:
     refuse_ops_beside_job(options)
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {options.steps}")
-    if options.stall is not None and not 0 <= options.stall < math.inf:
-        raise UsageError(f"--stall takes seconds, or 0 for never, not {options.stall}")
+    check_stall(options)
     from mpiflow.exec.failure import guard
     from mpiflow.exec.launch import connect
     from mpiflow.window import parse_window

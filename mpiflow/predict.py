@@ -174,7 +174,9 @@ def run(
         out.close()
         # Ranks need not meet before, and one that has left is not watched any more.
         transport.barrier().wait(transport.check)
-    transport.on_root(lambda: predictions.publish(options.out))
+        transport.on_root(lambda: predictions.publish(options.out))
+    if transport.rank == 0:
+        predictions.clear(options.out)
     return {rows.name: (rows.dtype, rows.shape) for rows in datasets}
 
 

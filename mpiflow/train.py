@@ -92,7 +92,8 @@ def _train(
     device: Device | None,
 ) -> int:
     failure.use_folder(options.out)
-    with watching(transport, failure, plan, options.out, options.stall) as watch:
+    watched = watching(transport, failure, plan, options.out, options.stall)
+    with _signals() as stop, watched as watch:
         readers = open_readers(plan, transport.rank, options.data)
         session = Session(
             plan,
@@ -103,12 +104,12 @@ def _train(
             check_finite=options.check_finite,
         )
         watch(session)
-        loop = _Loop(plan, transport, session, options, start)
-        with _signals(loop):
-            code = loop.run()
-    session.close()
-    for reader in readers.values():
-        reader.close()
+        code = _Loop(plan, transport, session, options, start, stop).run()
+        session.close()
+        for reader in readers.values():
+            reader.close()
+        # Rank 0 has more to store and to print; one that has left is not watched any more.
+        transport.barrier().wait(transport.check)
     return code
 
 
@@ -122,13 +123,20 @@ def _nothing_to_train(step: int, plan: Plan, options: Options) -> str:
 
 
 @dataclass
+class _Stop:
+    """Whether this rank, or the run, was asked to stop."""
+
+    asked: bool = False
+
+
+@dataclass
 class _Loop:
     plan: Plan
     transport: Transport
     session: Session
     options: Options
     start: runfolder.Start
-    asked_to_stop: bool = False
+    stop: _Stop
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     _sent: int = 0
 
@@ -169,7 +177,7 @@ class _Loop:
         saved, out = self.step if self.start.checkpoint else -1, self.options.out
         self.saves = Saves(self.plan, self.transport, self.session, out, self.best, saved)
         stopped = self._steps()
-        self.asked_to_stop |= stopped  # on every rank, whichever was asked
+        self.stop.asked |= stopped  # on every rank, whichever was asked
         if not stopped and self.plan.settings.evaluate_epochs + self.plan.settings.evaluate_steps:
             self._evaluate_all(again=False)
         if self.saves.saved != self.step:
@@ -291,7 +299,7 @@ class _Loop:
         now, (before, step) = time.monotonic(), self.agreed
         late = bool(minutes) and now - self.saves.clock > 60 * minutes
         pace = (now - before) / max(self.step - step, 1)
-        mine = [self.asked_to_stop, late and self.root, self.session.writes.idle, pace]
+        mine = [self.stop.asked, late and self.root, self.session.writes.idle, pace]
         stop, save, stored, paces = zip(
             *(json.loads(d) for d in self.transport.all_gather(json.dumps(mine).encode())),
             strict=True,
@@ -343,18 +351,19 @@ class _Loop:
 
 
 @contextmanager
-def _signals(loop: _Loop) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 ask the run to save and stop."""
+def _signals() -> Iterator[_Stop]:
+    """SIGTERM and SIGUSR1 ask the run to save and stop, as soon as it has begun."""
+    stop = _Stop()
 
     def ask(number: int, frame: object) -> None:
-        loop.asked_to_stop = True
+        stop.asked = True
 
     kinds = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.signal(kind, ask) for kind in kinds]
     try:
-        yield
+        yield stop
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             # A rank that was asked ends with a code of its own. srun --kill-on-bad-exit signals
             # the ranks that take longer to end; that must not turn their code into "killed".
-            signal.signal(kind, signal.SIG_IGN if loop.asked_to_stop else handler)
+            signal.signal(kind, signal.SIG_IGN if stop.asked else handler)

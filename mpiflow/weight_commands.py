@@ -26,9 +26,11 @@ def predict(options: Namespace) -> None:
     out = Path(options.output)
     if out.suffix not in (".h5", ".hdf5"):
         raise UsageError(f"-o {out}: predictions are written to HDF5; name a .h5 file")
+    from mpiflow.commands import check_stall
     from mpiflow.exec.failure import guard
     from mpiflow.exec.launch import connect
 
+    check_stall(options)
     transport = connect()
     with guard(transport) as failure:
         from mpiflow.commands import open_for

@@ -16,8 +16,8 @@ class Beat:
     `entered`, `waiting` are those of its transport. `reading` and `writing` say what its threads
     do with files; `saving` is whether the rank waits for the latter. `still` are seconds, `deaf`
     those for which it has not looked whether what it waits for has come. `stack` is where the
-    rank's Python code stands, if it has been still for some time. Until the plan is bound, `line`
-    is that place now, as nothing else tells whether the rank gets on.
+    rank's Python code stands, if it has been still for some time. Between two programs `line` is
+    that place now, unless the rank waits: nothing else tells whether it gets on.
     """
 
     rank: int

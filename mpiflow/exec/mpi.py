@@ -81,13 +81,15 @@ class MpiTransport(Transport):
         self._world = mpi.COMM_WORLD.Dup()
         self._world.Set_name("mpiflow")
         self._groups: list[MpiGroup] = []
-        self.neighbours = Neighbours(self, mpi, self._world)
+        self.neighbours = Neighbours(self, mpi, self._world, self.all_gather_in)
         atexit.register(self._left_open)
 
     def group(self, members: tuple[int, ...], label: str) -> MpiGroup:
         """Collective. A communicator of its own for each group."""
         self.check_thread()
+        self.entered, self.waiting = self.entered + 1, True
         communicator = self._world.Split(members[0], members.index(self.rank))
+        self.waiting = False
         communicator.Set_name(f"mpiflow {label}")
         group = MpiGroup(self, self._mpi, communicator, label, members)
         self._groups.append(group)
@@ -121,6 +123,7 @@ class MpiTransport(Transport):
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Collective. The data of rank 0."""
+        self.entered += 1
         size = np.array([len(data or b"")], np.int64)
         self._finish(self._world.Ibcast(size))
         buffer = np.empty(size[0], np.uint8)
@@ -131,14 +134,23 @@ class MpiTransport(Transport):
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Collective. The data of all ranks."""
-        sizes = self._sizes(data)
+        self.entered += 1
+        return self.all_gather_in(self._world, data)
+
+    def all_gather_in(self, communicator: Any, data: bytes) -> list[bytes]:
+        """Collective over a communicator. The data of its members, which wait as for all ranks.
+
+        It does not count as `entered`, since not all ranks make as many of these.
+        """
+        sizes = self._sizes(communicator, data)
         receive = np.empty(sum(sizes), np.uint8)
-        self._finish(self._world.Iallgatherv(_octets(data), [receive, sizes]))
+        self._finish(communicator.Iallgatherv(_octets(data), [receive, sizes]))
         return _cut(receive, sizes)
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Collective. The data of all ranks, on rank 0."""
-        sizes = self._sizes(data)
+        self.entered += 1
+        sizes = self._sizes(self._world, data)
         receive = np.empty(sum(sizes) if self.rank == 0 else 0, np.uint8)
         target = [receive, sizes] if self.rank == 0 else None
         self._finish(self._world.Igatherv(_octets(data), target))
@@ -157,6 +169,7 @@ class MpiTransport(Transport):
     def barrier(self) -> Request:
         """Collective. Done once all ranks have come."""
         self.check_thread()
+        self.entered += 1
         return _Once(self, self._world.Ibarrier())
 
     def abort(self, code: int) -> None:
@@ -184,9 +197,9 @@ class MpiTransport(Transport):
         """An error of MPI, with who met it and where."""
         return TaskError(f"{self.name}: {where}: MPI failed: {str(error).strip()}")
 
-    def _sizes(self, data: bytes) -> list[int]:
-        sizes = np.empty(self.size, np.int64)
-        self._finish(self._world.Iallgather(np.array([len(data)], np.int64), sizes))
+    def _sizes(self, communicator: Any, data: bytes) -> list[int]:
+        sizes = np.empty(communicator.Get_size(), np.int64)
+        self._finish(communicator.Iallgather(np.array([len(data)], np.int64), sizes))
         return sizes.tolist()
 
     def _finish(self, request: Any) -> None:
@@ -435,7 +448,6 @@ class _Once(Request):
     def __init__(self, transport: MpiTransport, request: Any) -> None:
         self._transport = transport
         self._request = request
-        transport.entered += 1
 
     def wait(self, check: Check | None = None) -> None:
         self._transport.waiting = True

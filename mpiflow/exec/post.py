@@ -114,18 +114,21 @@ class Post:
         """What ranks have left in the folder."""
         with suppress(OSError):
             for path in self._folder.glob("rank-*"):
-                yield path.read_bytes()
+                data = path.read_bytes()
+                if data.startswith(self.token):  # a run that failed may have left some too
+                    yield data[len(self.token) :]
 
     def close(self) -> None:
         """Give back the socket, and what lies in the folder."""
         self._socket.close()
         with suppress(OSError):
             (self._folder / f"rank-{self.rank}").unlink(missing_ok=True)
+            self._folder.rmdir()  # the last one
 
     def _leave(self, data: bytes) -> None:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"new-{self.rank}"
-        path.write_bytes(data)
+        path.write_bytes(self.token + data)
         path.replace(self._folder / f"rank-{self.rank}")
 
 

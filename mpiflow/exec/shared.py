@@ -76,9 +76,18 @@ class Neighbours:
     A rank is alone where it is the only one, or where MPI has no window for several.
     """
 
-    def __init__(self, transport: Transport, mpi: Any, world: Any) -> None:
-        """Collective over all ranks, whose communicator `world` is."""
-        self._transport = transport
+    def __init__(
+        self,
+        transport: Transport,
+        mpi: Any,
+        world: Any,
+        all_gather: Callable[[Any, bytes], list[bytes]],
+    ) -> None:
+        """Collective over all ranks, whose communicator `world` is.
+
+        `all_gather` gives what all members of a communicator tell one another.
+        """
+        self._transport, self._all_gather = transport, all_gather
         self.refused = ""
         """Why memory is not shared that was to be, on which rank; alike on all ranks."""
         self._next = 0
@@ -163,8 +172,7 @@ class Neighbours:
         """Collective over the group. The operation, or None if some memory of it is not shared."""
         if call.kind == "all_reduce":
             return self._bind_sum(group, members, communicator, call, nbytes)
-        counts = communicator.allgather(call.send_counts)
-        takes = _takes_of(call, group, counts)
+        takes = _takes_of(call, group, self._told(communicator, call.send_counts))
         return self.bind_take(group, members, communicator, call, [call.send], takes, nbytes)
 
     def _bind_sum(
@@ -219,7 +227,12 @@ class Neighbours:
         own = self._counters[self._transport.rank]
         counter = self._unused[-1] if self._unused else -1
         places = [NOWHERE] if shown is None else [self._place(array) for array in shown]
-        told = communicator.allgather((counter, int(own[counter]), places))
+        told = [
+            (number, count, [(share, offset) for share, offset in theirs])
+            for number, count, theirs in self._told(
+                communicator, (counter, int(own[counter]), places)
+            )
+        ]
         if any(number < 0 for number, *_ in told):
             self.refused = self.refused or f"more than {_COUNTERS} collectives are bound at once"
             return None
@@ -233,6 +246,11 @@ class Neighbours:
         ]
         meeting = Meeting(counters, group.index, self._window.Sync)
         return meeting, [places for *_, places in told]
+
+    def _told(self, communicator: Any, mine: Any) -> list[Any]:
+        """Collective over the communicator. What all tell, as JSON has it."""
+        everyone = self._all_gather(communicator, json.dumps(mine).encode())
+        return [json.loads(data) for data in everyone]
 
     def seen_bytes(self) -> int:
         """The memory of other ranks that this one has touched: it counts as resident in both."""

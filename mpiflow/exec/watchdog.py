@@ -44,7 +44,7 @@ PREDICTIONS = 20
 FIRST = 3
 """How many times longer everything may take where a program runs for the first time."""
 OPENING_SECONDS = 60.0
-"""Before any has run: files are opened and memory is got, which can stop all threads of a rank."""
+"""Until all ranks have begun: they read files and get memory, which can stop all their threads."""
 _PERIOD = 0.25
 _BEATS_PER_SECOND = 1000
 """How many a watcher can take in with a small part of a core."""
@@ -91,13 +91,18 @@ class Pulse:
     def _now(self, number: int) -> Beat:
         transport = self._transport
         rank, entered, waiting = transport.rank, transport.entered, transport.waiting
-        if self.watched is None:
-            line = "" if waiting else self._line()
-            return Beat(rank, number, entered=entered, waiting=waiting, line=line)
-        reads, writes = self.watched.reads, self.watched.writes
-        place = self.watched.position()
-        doing = reads.doing, writes.doing, writes.waited
-        return Beat(rank, number, place, entered, waiting, *doing)
+        beat = Beat(rank, number, entered=entered, waiting=waiting)
+        if self.watched is not None:
+            reads, writes = self.watched.reads, self.watched.writes
+            beat = replace(
+                beat,
+                position=self.watched.position(),
+                reading=reads.doing,
+                writing=writes.doing,
+                saving=writes.waited,
+            )
+        busy = not (beat.position.program or waiting or beat.saving)
+        return replace(beat, line=self._line()) if busy else beat
 
     def _stuck(self, still: float, deaf: float) -> bool:
         waits = self._transport.waiting and deaf < _STACK_SECONDS
@@ -175,9 +180,14 @@ class Watch:
         """For how long this job may stand still by its own pace."""
         seconds = max((beat.position.seconds for beat in self._beats.values()), default=0.0)
         patience = max(LEAST_SECONDS, STANDS * self._longest, PREDICTIONS * seconds)
-        if not self._first_runs:
+        if not self._have_begun():
             return max(FIRST * patience, OPENING_SECONDS)
         return FIRST * patience if self._is_first_time() else patience
+
+    def _have_begun(self) -> bool:
+        """Whether all are behind their first program, and what may follow that: to load weights."""
+        begun = (b.position.run > 1 or b.position.program for b in self._beats.values())
+        return len(self._beats) == len(self._addresses) and all(begun)
 
     def _is_first_time(self) -> bool:
         """Whether a program runs for the first time."""

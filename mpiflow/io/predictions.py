@@ -1,6 +1,6 @@
 """The file of predictions: HDF5 with a dataset for each output, whose rows many ranks write.
 
-    rank 0     create ── barrier ─┐                  ┌─ barrier ── publish
+    rank 0     create ── barrier ─┐                  ┌─ barrier ── publish ── clear
     each rank                     └─ write* ─ close ─┘
 
 Datasets lie in one piece, so that a rank writes its rows by their offset in the file, without HDF5
@@ -62,6 +62,7 @@ def create(path: Path, datasets: Sequence[Rows], attributes: Mapping[str, Any]) 
             file.attrs.update(attributes)
             return [_reserve(h5py, file, rows) for rows in datasets]
     except OSError as problem:
+        shutil.rmtree(folder_of(path), ignore_errors=True)
         raise DataError(f"{path}: cannot be written: {problem.strerror or problem}") from problem
 
 
@@ -140,4 +141,8 @@ def publish(path: Path) -> None:
     """Give the file its name, once every rank has closed it. Rank 0 only."""
     os.replace(part_of(path), path)
     hdf5.sync(path.parent)
+
+
+def clear(path: Path) -> None:
+    """Remove the folder, once no rank tells others anything any more. Rank 0 only."""
     shutil.rmtree(folder_of(path), ignore_errors=True)

@@ -64,6 +64,7 @@ def plant():
     from mpiflow.exec.session import Session
     from mpiflow.exec.transport import Operation
     from mpiflow.io.dataset import DatasetReader
+    from mpiflow.metrics import Metrics
     from mpiflow.ops.elementwise import Relu
 
     if record := os.environ.get("RECORD"):
@@ -82,7 +83,7 @@ def plant():
     if rank != os.environ.get("PMI_RANK"):
         return
     at = int(at)
-    make, opened = Session._bind, DatasetReader.__init__
+    make, leave = Session._bind, Session.close
     run, read, bind, calls = Session.run, DatasetReader.read, Relu.bind, []
     start = Operation.start
 
@@ -117,8 +118,19 @@ def plant():
 
     def make_with_fault(self, program):
         mark()
+        while kind == "unbound":
+            pass
         os.kill(os.getpid(), signal.SIGSTOP)
         return make(self, program)
+
+    def leave_with_fault(self):
+        mark()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        leave(self)
+
+    def store_with_fault(self):
+        mark()
+        time.sleep(1000)
 
     def open_with_fault(self, *arguments, **more):
         mark()
@@ -157,8 +169,12 @@ def plant():
 
     if kind in ("reader", "slow"):
         DatasetReader.read = read_with_fault
-    elif kind == "binding":
+    elif kind in ("binding", "unbound"):
         Session._bind = make_with_fault
+    elif kind == "leaving":
+        Session.close = leave_with_fault
+    elif kind == "storing":
+        Metrics.close = store_with_fault
     elif kind == "opening":
         DatasetReader.__init__ = open_with_fault
     elif kind in ("kernel", "endless", "frozen"):

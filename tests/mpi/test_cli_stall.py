@@ -34,8 +34,10 @@ def run(mpiexec, tmp_path):
             (2, "0:frozen:40", r"rank 0 \({}\), whose process runs, but none of its Python, has"
              r" been silent for \d s; 1 rank waits for it in task .* of step 41"),
             (3, "1:binding:0", r"rank 1 \({}\), whose process is stopped, has been silent for"
-             r" \d s"),
+             r" \d s; 2 ranks wait for it"),
             (3, "2:opening:0", r"rank 2 \({}\) has been busy before the first step for \d s; 2"
+             r" ranks wait for it"),
+            (3, "1:unbound:0", r"rank 1 \({}\) has been busy before the first step for \d s; 2"
              r" ranks wait for it"),
             (3, "1:lost:100", r"rank 0 \({0}\), rank 1 \({0}\) and rank 2 \({0}\) are all in task"
              r" \S+ \(\w+, .*\) of step \d+, which has not ended for \d s: a message between them"
@@ -50,6 +52,21 @@ def test_the_culprit_is_named_and_all_ranks_are_gone(run, tmp_path, ranks, fault
     assert len(said) == 1, done.stdout
     assert re.fullmatch(sentence.format(HOST), said[0]), done.stdout
     assert said[0] in (tmp_path / "run" / "failure.txt").read_text()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("0:storing:0", r"rank 0 \({}\) has been busy between two steps for \d s; 2 ranks wait .*"),
+        ("1:leaving:0", r"rank 1 \({}\), whose process is stopped, has been silent for \d s; .*"),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_run_is_watched_too(run, fault, sentence):
+    done = run(3, "--steps", 30, "--stall", 3, FAULT=fault, timeout=40)
+    assert done.returncode == 3, done.stdout
+    (said,) = re.findall(r"^mpiflow: (.*)$", done.stdout, re.MULTILINE)
+    assert re.fullmatch(sentence.format(HOST), said), done.stdout
 
 
 @pytest.mark.ranks(4)

@@ -221,6 +221,12 @@ def test_what_a_job_file_prints_is_among_the_notes(json_of, folder):
             2,
             "unrecognized arguments: --bogus\nusage",
         ),
+        (["run", "job.py", "--stall", "-1"], 2, "--stall takes seconds, or 0 for never, not -1.0"),
+        (
+            ["predict", "job.py", "--checkpoint", "run", "-o", "out.h5", "--stall", "nan"],
+            2,
+            "--stall takes seconds, or 0 for never, not nan",
+        ),
         (["none"], 2, "invalid choice: 'none'"),
         ([], 2, "the following arguments are required: COMMAND\nusage: mpiflow "),
     ],

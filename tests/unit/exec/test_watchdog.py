@@ -252,8 +252,45 @@ def test_a_rank_without_a_session_gets_on_as_long_as_its_lines_change():
     thread.join()
 
 
-def test_before_the_first_program_ranks_have_longer():
+def test_between_programs_a_rank_gets_on_as_long_as_its_lines_change():
+    place, lines = Position(2), itertools.count()
+    watched = SimpleNamespace(
+        reads=SimpleNamespace(doing=""),
+        writes=SimpleNamespace(doing="", waited=False),
+        position=lambda: place,
+        thread=lambda: None,
+    )
+    pulse = pulse_of(watched, lambda: 0)
+    pulse._line = lambda: f"restore.py:{next(lines)}"
+    assert [pulse(0.5).still for _ in range(3)] == [0.0, 0.0, 0.0]
+    for place in (Position(3, "train", 0), Position(3)):  # in a program, and waiting for files
+        watched.writes.waited = not place.program
+        assert [pulse(0.5).still for _ in range(3)] == [0.0, 0.5, 1.0]
+
+
+def test_until_all_ranks_have_begun_they_have_longer():
     seen = Watch(classifier_plan("data=2"), [Address(r, "a", 0, 1) for r in range(2)], 0, PERIOD)
-    assert seen.patience() == watchdog.OPENING_SECONDS
-    seen.hear(Beat(0, 1, Position(1, "initialise", 0)))
-    assert seen.patience() == watchdog.FIRST * watchdog.LEAST_SECONDS
+    numbers = itertools.count(1)
+
+    def heard(rank, *place):
+        seen.hear(Beat(rank, next(numbers), Position(*place)))
+        return seen.patience()
+
+    longer, first = watchdog.OPENING_SECONDS, watchdog.FIRST * watchdog.LEAST_SECONDS
+    assert seen.patience() == longer
+    assert heard(0, 1, "initialise") == longer  # nothing was heard of the other
+    assert heard(1) == longer
+    assert heard(1, 1, "initialise") == first
+    assert heard(1, 1) == longer  # loads weights, it may be
+    assert heard(1, 2, "train") == first
+
+
+def test_what_another_run_has_left_is_no_beat(tmp_path):
+    (old, new) = (Post(LocalWorld(1).transports[0], tmp_path) for _ in range(2))
+    old._leave(b"old")
+    assert list(new.files()) == []
+    new._leave(b"new")
+    assert list(new.files()) == [b"new"]
+    old.close()
+    new.close()
+    assert not (tmp_path / ".beats").exists()
