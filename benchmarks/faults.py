@@ -4,8 +4,9 @@
 
 Plants random faults (an exception, SIGSTOP, SIGKILL, an endless kernel, in Python or in C, a reader
 that hangs, a lost message, a call of MPI that does not return, a rank busy between steps) at random
-steps of random ranks, on 2 to 4 ranks, in the job of `tests/mpi/cli_job.py`. Prints the share that
-was named rightly, and the median of the seconds from the fault to the end of all ranks. With
+steps of random ranks, or before the first step (SIGSTOP or an endless loop while the plan is bound,
+data that cannot be opened), on 2 to 4 ranks, in the job of `tests/mpi/cli_job.py`. Prints the share
+that was named rightly, and the median of the seconds from the fault to the end of all ranks. With
 --pauses, a run whose ranks are stopped and continued at random, for up to 2 s at a time and under
 load, must end well: no false alarm.
 """
@@ -32,7 +33,10 @@ from cli_job import Runner, write_data, write_job  # noqa: E402
 
 KINDS = (
     "main", "kernel", "SIGSTOP", "SIGKILL", "endless", "frozen", "slow", "lost", "deaf", "host",
+    "binding", "unbound", "opening",
 )  # fmt: skip
+LONG = ("slow", "host", "binding", "unbound", "opening")
+"""What has longer than 5 s by itself, as it may mend."""
 LIMIT_SECONDS = 90
 
 
@@ -61,7 +65,7 @@ def inject(folder: Path, kind: str, rank: int, ranks: int, at: int) -> tuple[boo
     mark = folder / "fault"
     mark.unlink(missing_ok=True)
     runner = Runner(partial(mpiexec, device=()), folder)
-    options = ("--steps", 10**6, "--fresh", *(("--stall", 5) if kind in ("slow", "host") else ()))
+    options = ("--steps", 10**6, "--fresh", *(("--stall", 5) if kind in LONG else ()))
     fault = f"{rank}:{kind}:{at}"
     done = runner(ranks, *options, timeout=LIMIT_SECONDS, FAULT=fault, MARK=str(mark))
     seconds = time.time() - mark.stat().st_mtime if mark.exists() else float("nan")
