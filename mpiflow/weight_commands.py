@@ -6,6 +6,7 @@ As in `commands`, each imports what it needs when it runs.
 from __future__ import annotations
 
 import shlex
+import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ def predict(options: Namespace) -> None:
     from mpiflow.exec.launch import connect
 
     check_stall(options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is kept of it; say so
     transport = connect()
     with guard(transport) as failure:
         from mpiflow.commands import open_for

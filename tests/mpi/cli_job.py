@@ -92,7 +92,7 @@ def plant():
             open(path, "w").close()
 
     def run_with_fault(self, program, step=0):
-        if (program, step) == ("train", at):
+        if program in ("train", "predict") and step == at:
             mark()
             if kind == "disk":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -2,6 +2,7 @@
 
 import platform
 import re
+from functools import partial
 
 import pytest
 from cli_job import BY_ROW, ROOT, Runner, write_data, write_job
@@ -90,18 +91,31 @@ def test_a_rank_that_pauses_is_no_stall(run):
     assert "mpiflow: " not in done.stdout
 
 
-@pytest.mark.ranks(2)
-def test_predictions_are_watched_too(run, mpiexec, tmp_path):
+@pytest.fixture
+def predict(run, mpiexec, tmp_path):
+    """`mpiflow predict` on two ranks, of which one may have a fault."""
     write_job(tmp_path, change=BY_ROW)
     run.train(2, "--steps", 3)
     arguments = (
         "predict", tmp_path / "job.py", "--checkpoint", tmp_path / "run", "--data", tmp_path,
         "-o", tmp_path / "out.h5", "--stall", 3,
     )  # fmt: skip
-    done = mpiexec(
-        2, "-m", "mpiflow", *arguments, timeout=40, FAULT="1:endless:1",
-        PYTHONPATH=f"{run.site}:{ROOT}",
-    )  # fmt: skip
+    path = f"{run.site}:{ROOT}"
+    return partial(mpiexec, 2, "-m", "mpiflow", *arguments, timeout=40, PYTHONPATH=path)
+
+
+@pytest.mark.ranks(2)
+def test_predictions_that_are_interrupted_say_so(predict):
+    done = predict(FAULT="1:SIGTERM:1")
+    assert done.returncode == 1, done.stdout
+    assert re.findall(r"^mpiflow: (.*)$", done.stdout, re.MULTILINE) == [
+        f"rank 1 of 2 on {HOST}: interrupted"
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_predictions_are_watched_too(predict, tmp_path):
+    done = predict(FAULT="1:endless:1")
     assert done.returncode == 3, done.stdout
     (said,) = re.findall(r"^mpiflow: (.*)$", done.stdout, re.MULTILINE)
     sentence = rf"rank 1 \({HOST}\) has been in task relu .* of predict, step 2 for \d s.*"
@@ -109,7 +123,7 @@ def test_predictions_are_watched_too(run, mpiexec, tmp_path):
     folder = tmp_path / ".out.h5.ranks"
     assert said in (folder / "failure.txt").read_text()
     assert not (tmp_path / "out.h5").exists()
-    done = mpiexec(2, "-m", "mpiflow", *arguments)
+    done = predict()
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "out.h5").exists()
     assert not folder.exists()
