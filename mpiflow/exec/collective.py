@@ -187,14 +187,15 @@ def _source(member: int, number: int, box: Box, part: Box) -> Source:
 
 
 def exchanged(task: Task, registers: dict[str, Register]) -> list[tuple[int, int]]:
-    """The bytes of the arena (start, stop) that a collective reads and writes."""
-    offset, nbytes = task.workspace
-    found = [(offset, offset + nbytes)]
-    for names in (task.inputs, task.outputs):
-        members = [registers[name] for name in names]
-        ends = [register.offset + register.slots * register.nbytes for register in members]
-        found.append((min(register.offset for register in members), max(ends)))
-    return found
+    """The bytes of the arena (start, stop) that other members see, where they see any.
+
+    Of rows these are the counts, of a sum what it is written to, else what is taken.
+    """
+    if task.op in ROW_KINDS:
+        return [(task.workspace[0], sum(task.workspace))]
+    names = task.outputs if task.op == "all_reduce" else task.inputs
+    members = [registers[name] for name in names]
+    return [(each.offset, each.offset + each.slots * each.nbytes) for each in members]
 
 
 def _all_reduce(
