@@ -324,7 +324,7 @@ class _Loop:
             self.progress.say(text)
 
     def _say_start(self) -> None:
-        how = filter(None, (describe_threads(os.environ), self.session.transport.remark))
+        how = filter(None, (describe_threads(os.environ), self.session.remark))
         for line in (*how, *self.plan.notes, *self.start.remarks):
             self._say(line)
         if self.start.over:

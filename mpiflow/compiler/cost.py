@@ -140,7 +140,8 @@ def collective_seconds(
 def packing_seconds(machine: Machine, nbytes: int, mesh: Mesh, axes: tuple[int, ...]) -> float:
     """To pack and unpack several tensors, so many bytes, for a collective along some axes.
 
-    Nothing where ranks see memory of one another: on the CPUs of one host.
+    Nothing where ranks see memory of one another: on the CPUs of one host, which plans for a fake
+    device are priced as.
     """
     in_memory = machine.host_link is None and spread(mesh, axes, machine.devices_per_node)[1] == 1
     return 0.0 if in_memory else 2 * nbytes / machine.memory

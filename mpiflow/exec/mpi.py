@@ -266,8 +266,6 @@ class MpiGroup(Group):
     ) -> Start | None:
         """Collective. See `exec.shared`."""
         self.transport.check_thread()
-        if not self.sees_memory:
-            return None
         bound = self.transport.neighbours.bind_take(
             self, self._members, self._communicator, call, shown, takes, nbytes
         )

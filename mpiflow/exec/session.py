@@ -124,6 +124,9 @@ class Session:
         }
         self._readers = readers or {}
         self._programs = {p.name: self._bind(p) for p in self.plan.programs}
+        remarks = [data.decode() for data in transport.all_gather(transport.remark.encode())]
+        self.remark = next(filter(None, remarks), "")
+        """What a user should know of how the ranks talk, alike on all of them."""
 
     def _make_groups(self, plan: Plan, stage: int) -> dict[str, Group]:
         """A communicator for each set of axes of the stage, and one of the ranks of all stages."""

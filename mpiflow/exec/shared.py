@@ -56,7 +56,8 @@ _BYTES_A_LOOK = 16 << 20
 Place = tuple[int, int]
 """The number of a `share`, and the byte in the file that a rank made for it."""
 NOWHERE: Place = (-1, 0)
-Work = Callable[[], Any]
+Work = tuple[int, Callable[[], Any]]
+"""What is done at a time, and how many bytes it reads and writes."""
 
 
 @dataclass(slots=True)
@@ -89,7 +90,8 @@ class Neighbours:
         """
         self._transport, self._all_gather = transport, all_gather
         self.refused = ""
-        """Why memory is not shared that was to be, on which rank; alike on all ranks."""
+        """Why memory is not shared that was to be, on which rank. That counters are out is known
+        to members of the group alone."""
         self._next = 0
         """The number of the next share."""
         self._shared: dict[int, _Shared] = {}
@@ -278,8 +280,8 @@ class Neighbours:
 
     def _place(self, array: np.ndarray) -> Place:
         """Where others see it; NOWHERE if they do not."""
-        if not array.nbytes:
-            return next(iter(self._shared), -1), 0
+        if not array.nbytes:  # counts as part of the newest share, as what is bound now is
+            return next(reversed(self._shared), -1), 0
         start = array.ctypes.data
         for number, shared in self._shared.items():
             for each in shared.segments:
@@ -389,7 +391,6 @@ class SharedOperation(Operation):
     ) -> None:
         super().__init__(group, call, nbytes)
         self._meeting, self._work = meeting, work
-        self._at_once = max(1, _BYTES_A_LOOK // _BLOCK_BYTES // (2 * group.size))
         self._request: Request = DONE
 
     def _begin(self) -> None:
@@ -401,26 +402,28 @@ class SharedOperation(Operation):
     def _steps(self) -> Steps:
         self._meeting.come()
         yield self._meeting
-        for first in range(0, len(self._work), self._at_once):
-            if first:
+        passed = 0
+        for nbytes, do in self._work:
+            if passed + nbytes > _BYTES_A_LOOK:
                 yield _Later()
-            for block in self._work[first : first + self._at_once]:
-                block()
+                passed = 0
+            do()
+            passed += nbytes
         self._meeting.come()  # nobody reads, or writes, any more
         yield self._meeting
 
 
 def _summed(parts: list[np.ndarray], reduce: str, own: int, scratch: np.ndarray) -> list[Work]:
     """Reduce the parts, flat arrays, in their order, and write the result to all of them."""
-    total, others = scratch.view(parts[0].dtype), parts
-    if own < 2:  # the first two are read before the sum is written, so it can be made in one
-        total, others = parts[own], [each for i, each in enumerate(parts) if i != own]
-    ufunc = _UFUNCS[reduce]
-    work: list[Work] = []
-    for part in _blocks(parts[0]):
-        target = total[part] if total is parts[own] else total[: part.stop - part.start]
-        sources, copies = [each[part] for each in parts], [each[part] for each in others]
-        work.append(partial(_reduce_block, ufunc, sources, target, copies))
+    # The first two are read before the sum is written, so it can be made in one of them.
+    total = parts[own] if own < 2 else None
+    others = [each for each in parts if each is not total]
+    work = []
+    for block in _blocks(parts[0].shape, parts[0].itemsize):
+        sources, copies = [each[block] for each in parts], [each[block] for each in others]
+        small = scratch.view(parts[0].dtype)[: sources[0].size]
+        target = small if total is None else total[block]
+        work.append(_reduced(reduce, sources, target, copies))
     return work
 
 
@@ -430,13 +433,20 @@ def _taken(target: np.ndarray, sources: list[np.ndarray], reduce: str) -> list[W
     if all(array.flags.c_contiguous for array in arrays):
         arrays = [array.reshape(-1) for array in arrays]
     work: list[Work] = []
-    for part in _blocks(arrays[0]):
-        out, *rest = (array[part] for array in arrays)
+    for block in _blocks(arrays[0].shape, target.itemsize):
+        out, *rest = (array[block] for array in arrays)
         if len(rest) == 1:
-            work.append(partial(np.copyto, out, rest[0]))
+            work.append((2 * out.nbytes, partial(np.copyto, out, rest[0])))
         else:
-            work.append(partial(_reduce_block, _UFUNCS[reduce], rest, out, []))
+            work.append(_reduced(reduce, rest, out, []))
     return work
+
+
+def _reduced(
+    reduce: str, sources: list[np.ndarray], total: np.ndarray, targets: list[np.ndarray]
+) -> Work:
+    nbytes = total.nbytes * (len(sources) + 1 + len(targets))
+    return nbytes, partial(_reduce_block, _UFUNCS[reduce], sources, total, targets)
 
 
 def _reduce_block(
@@ -449,8 +459,12 @@ def _reduce_block(
         target[...] = total
 
 
-def _blocks(array: np.ndarray) -> Iterator[slice]:
-    """Parts of its first dim of at most `_BLOCK_BYTES`, if that is one row or more."""
-    rows = len(array)
-    step = max(_BLOCK_BYTES * rows // array.nbytes, 1) if array.nbytes else 1
-    return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
+def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[Any, ...]]:
+    """Where the parts of an array are that have at most `_BLOCK_BYTES`."""
+    rows, *rest = shape
+    row = prod(rest) * itemsize
+    if rest and row > _BLOCK_BYTES:
+        yield from ((i, *block) for i in range(rows) for block in _blocks(tuple(rest), itemsize))
+        return
+    step = max(_BLOCK_BYTES // row, 1) if row else max(rows, 1)
+    yield from ((slice(i, min(i + step, rows)),) for i in range(0, rows, step))

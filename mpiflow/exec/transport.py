@@ -282,7 +282,7 @@ class Group(ABC):
 
     @property
     def sees_memory(self) -> bool:
-        """Whether members see memory of one another, and `bind_take` is worth a try."""
+        """Whether members see memory of one another, and `bind_take` can be called."""
         return False
 
     def bind_take(

@@ -373,3 +373,64 @@ def session_of(plan, transport):
     losses = [session.run("train", step)["loss"] for step in range(5)]
     session.close()
     return losses
+
+
+def test_who_shows_nothing_keeps_a_counter_of_the_newest_memory(transport):
+    group, rank = everyone(transport), transport.rank
+    old = Arena(transport)
+    counters = len(transport.neighbours._unused)
+    new = Arena(transport)
+    whole = new.array(np.zeros(3, "f4"))
+    part = new.array(np.full(0 if rank else 3, 7.0, "f4"))
+    counts = [3] + [0] * (transport.size - 1)
+    start = group.bind_all_gather(part, whole, counts)
+    transport.unshare(old.memory)
+    assert len(transport.neighbours._unused) == counters - 1
+    sums = new.array(np.full(5, 1.0, "f4"))
+    added = group.bind_all_reduce(sums)
+    for request in (start(), added()):
+        request.wait()
+    np.testing.assert_array_equal(whole, 7.0)
+    np.testing.assert_array_equal(sums, transport.size)
+    transport.unshare(new.memory)
+    assert len(transport.neighbours._unused) == counters
+
+
+@pytest.mark.parametrize(
+    ("shape", "where"),
+    [
+        ((1 << 16,), (slice(None),)),
+        ((1 << 8, 1 << 8), (slice(None), slice(0, 1 << 7))),
+        ((2, 1 << 14), (slice(None), slice(0, 1 << 13))),  # a row is longer than a block
+        ((2, 3, 1 << 12), (slice(None), slice(0, 2), slice(1, None))),
+    ],
+)
+def test_looks_come_by_bytes(shape, where):
+    source, target = np.zeros(shape, "f4")[where], np.ones(shape, "f4")[where]
+    work = shared._taken(target, [source], "")
+    assert sum(nbytes for nbytes, _ in work) == 2 * target.nbytes
+    assert max(nbytes for nbytes, _ in work) <= 2 * shared._BLOCK_BYTES
+    for _, do in work:
+        do()
+    np.testing.assert_array_equal(target, 0)
+
+
+@pytest.mark.parametrize(("tensors", "looks"), [(100, 1), (1000, 5)])
+def test_many_small_tensors_are_taken_in_few_looks(transport, tensors, looks):
+    group, arena, rank = everyone(transport), Arena(transport), transport.rank
+    shown = [arena.array(np.full(10, rank, "f4")) for _ in range(tensors)]
+    targets = [np.zeros(10, "f4") for _ in range(tensors)]
+    other = (rank + 1) % transport.size
+    takes = [
+        Take(target, (Source(other, number, (10,), (...,)),))
+        for number, target in enumerate(targets)
+    ]
+    start = group.bind_take(Call("take", shown[0], targets[0], (10,), (10,)), shown, takes, 0)
+    operation, counts = start.__self__, 1
+    steps = operation._steps()
+    next(steps)  # the meeting
+    transport.barrier().wait()
+    while isinstance(next(steps), shared._Later):
+        counts += 1
+    assert counts == -(-tensors * 80 // shared._BYTES_A_LOOK) <= looks
+    np.testing.assert_array_equal(targets, other)
