@@ -72,9 +72,9 @@ class Workload:
     optimizer: Optimizer
     stored: Callable[[str], tuple[str, Callable[[np.ndarray], np.ndarray]]]
     mesh: str = "data={ranks}"
-    zero: int = 0
     micro_batches: int = 1
     schedule: str | None = None
+    zero: int = 0
     batches: list[Arrays] = field(default_factory=list)
     values: dict[str, np.ndarray] = field(default_factory=dict)
 
