@@ -434,3 +434,11 @@ def test_many_small_tensors_are_taken_in_few_looks(transport, tensors, looks):
         counts += 1
     assert counts == -(-tensors * 80 // shared._BYTES_A_LOOK) <= looks
     np.testing.assert_array_equal(targets, other)
+
+
+def test_what_one_rank_alone_remarks_is_known_to_all(transport, monkeypatch):
+    remark = property(lambda self: "of rank 1" if self.rank == 1 else "")
+    monkeypatch.setattr(type(transport), "remark", remark)
+    session = Session(compile_for(f"data={transport.size}", classifier()), transport)
+    assert session.remark == "of rank 1"
+    session.close()
