@@ -337,8 +337,13 @@ def watching(
         yield lambda session: None
         return
     dog = Watchdog(transport, failure, plan, folder, limit)
-    yield dog.watch
-    # Not after an error: this rank is about to end the job, and needs its time.
+    try:
+        yield dog.watch
+    except BaseException:
+        # This rank is about to end the job, and needs its time; alone, it may go on without a job.
+        if transport.size == 1:
+            dog.close()
+        raise
     dog.close()
 
 

@@ -15,6 +15,7 @@ from jobs import classifier_plan, look, on_ranks, train
 from mpiflow.exec import watchdog
 from mpiflow.exec.beat import Beat, unpack
 from mpiflow.exec.blame import SILENT
+from mpiflow.exec.failure import Failure
 from mpiflow.exec.local import LocalWorld, run_local
 from mpiflow.exec.position import Position
 from mpiflow.exec.post import _UNANSWERED, Address, Post, choose_watchers
@@ -294,3 +295,14 @@ def test_what_another_run_has_left_is_no_beat(tmp_path):
     old.close()
     new.close()
     assert not (tmp_path / ".beats").exists()
+
+
+def test_a_rank_that_fails_alone_is_not_watched_any_more(tmp_path):
+    (transport,) = LocalWorld(1).transports
+    with (
+        pytest.raises(ValueError, match="planted"),
+        watchdog.watching(transport, Failure(transport), classifier_plan("data=1"), tmp_path),
+    ):
+        assert "watchdog" in [thread.name for thread in threading.enumerate()]
+        raise ValueError("planted")
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
