@@ -120,7 +120,7 @@ def plant():
         mark()
         while kind == "unbound":
             pass
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM if kind == "asked" else signal.SIGSTOP)
         return make(self, program)
 
     def leave_with_fault(self):
@@ -169,7 +169,7 @@ def plant():
 
     if kind in ("reader", "slow"):
         DatasetReader.read = read_with_fault
-    elif kind in ("binding", "unbound"):
+    elif kind in ("binding", "unbound", "asked"):
         Session._bind = make_with_fault
     elif kind == "leaving":
         Session.close = leave_with_fault

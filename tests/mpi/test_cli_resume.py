@@ -84,6 +84,15 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(run, signal):
 
 
 @pytest.mark.ranks(2)
+def test_a_run_that_is_asked_to_stop_before_it_begins_stops_as_soon_as_it_has(run):
+    stopped = run(2, "--steps", 40000, FAULT="1:asked:0")
+    assert stopped.returncode == STOPPED, stopped.stdout
+    step = steps_of(run.rows())[-1]["step"]
+    assert step < 5
+    assert run.checkpoints() == [f"step-{step:08}"]
+
+
+@pytest.mark.ranks(2)
 def test_a_changed_program_goes_on_only_if_that_is_accepted(run):
     run.train(2, "--steps", 10)
     before = run.rows()
