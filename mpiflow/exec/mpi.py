@@ -12,7 +12,6 @@ non-blocking calls elsewhere.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpiflow.errors import LaunchError, TaskError
+from mpiflow.exec.gpu_aware import takes_gpus
 from mpiflow.exec.shared import Neighbours
 from mpiflow.exec.transport import (
     DRAIN_SECONDS,
@@ -159,7 +159,7 @@ class MpiTransport(Transport):
     def takes_device_memory(self) -> str:
         """What the library says of itself, if not that it takes it."""
         self.check_thread()
-        if _says_that_it_takes_gpus(self._mpi):
+        if takes_gpus(self._mpi):
             return ""
         return (
             f"{implementation(self._mpi)} does not say that it takes memory of GPUs"
@@ -221,7 +221,6 @@ class MpiTransport(Transport):
         self.abort(1)
 
 
-_GPU_VARIABLES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "PSP_CUDA")
 _BITS = {"bool": np.uint8, "float16": np.uint16, "bfloat16": np.uint16}
 
 
@@ -455,30 +454,6 @@ class _Once(Request):
     def test(self) -> bool:
         self._transport.check_thread()
         return self._request.Test()
-
-
-def _says_that_it_takes_gpus(mpi: Any) -> bool:
-    """Whether the library says that messages may be given memory of CUDA devices.
-
-    By MPI 4.1's way to say so, by the functions that Open MPI, MPICH and Intel MPI have, or by the
-    variables with which users of Cray's MPI, MVAPICH and ParaStation MPI ask for it.
-    """
-    info = mpi.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds") or ""
-    info.Free()
-    asked = any(os.environ.get(name, "") == "1" for name in _GPU_VARIABLES)
-    return "cuda" in kinds or asked or _asks_library()
-
-
-def _asks_library() -> bool:
-    """What `MPIX_Query_cuda_support` gives, of the library that this process has loaded."""
-    with open("/proc/self/maps") as maps:
-        files = {line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line}
-    for file in sorted(filter(os.path.exists, files)):  # none that was replaced meanwhile
-        query = getattr(ctypes.CDLL(file), "MPIX_Query_cuda_support", None)
-        if query is not None:
-            return bool(query())
-    return False
 
 
 def _address(array: Any) -> int:
