@@ -130,6 +130,7 @@ class Watch:
         self._now = 0.0
         self._first_runs: dict[str, int] = {}
         self._longest = self._still = 0.0
+        self._begun = False
 
     def hear(self, beat: Beat) -> None:
         """Take in a beat, unless a later one came before it."""
@@ -148,9 +149,9 @@ class Watch:
     def still(self) -> float:
         """For how long no rank has moved."""
         still = min(map(self._still_of, range(len(self._addresses))))
-        if still < self._still:
+        if still < self._still and self._begun:  # how long they took to begin says nothing
             self._longest = max(self._longest, self._still)
-        self._still = still
+        self._still, self._begun = still, self._have_begun()
         return still
 
     def _still_of(self, rank: int) -> float:
@@ -179,9 +180,9 @@ class Watch:
     def patience(self) -> float:
         """For how long this job may stand still by its own pace."""
         seconds = max((beat.position.seconds for beat in self._beats.values()), default=0.0)
-        patience = max(LEAST_SECONDS, STANDS * self._longest, PREDICTIONS * seconds)
         if not self._have_begun():
-            return max(FIRST * patience, OPENING_SECONDS)
+            return max(OPENING_SECONDS, PREDICTIONS * seconds)
+        patience = max(LEAST_SECONDS, STANDS * self._longest, PREDICTIONS * seconds)
         return FIRST * patience if self._is_first_time() else patience
 
     def _have_begun(self) -> bool:

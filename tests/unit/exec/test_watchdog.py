@@ -306,3 +306,16 @@ def test_a_rank_that_fails_alone_is_not_watched_any_more(tmp_path):
         assert "watchdog" in [thread.name for thread in threading.enumerate()]
         raise ValueError("planted")
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_ranks_took_to_begin_makes_nobody_wait_longer_afterwards():
+    seen = Watch(classifier_plan("data=1"), [Address(0, "a", 0, 1)], 0, PERIOD)
+    seen.pass_time(40.0)
+    assert seen.still() == 40.0
+    for number, place in enumerate(
+        (Position(), Position(1, "initialise"), Position(2, "train")), 1
+    ):
+        seen.hear(Beat(0, number, place))
+        seen.still()
+    seen.hear(Beat(0, 4, Position(3, "train", 1)))
+    assert seen.patience() == watchdog.LEAST_SECONDS
